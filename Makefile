@@ -1,0 +1,45 @@
+# `make setup` once (the other targets do it when needed), then `make test`, `make lint`, `make reproduce`.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.stamp
+
+# Extra arguments: make test PYTEST_ARGS='-k plan', make reproduce ARGS='--seed 1'
+PYTEST_ARGS ?=
+ARGS ?=
+
+.DEFAULT_GOAL := setup
+.PHONY: setup test reproduce lint format clean
+
+setup: $(STAMP)
+
+# torch comes first and alone: the version in constraints.txt, from wherever pip is configured to find it (a CPU wheel
+# if that is what it finds), so that nothing installed later pulls in another build.
+$(STAMP): pyproject.toml constraints.txt
+	@test -x $(BIN)/python || $(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("Python 3.11 or newer is needed, but $(PYTHON) is " + sys.version.split()[0] + ". Try: make setup PYTHON=python3.11")'
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install -c constraints.txt torch
+	$(BIN)/python -m pip install -c constraints.txt -e '.[dev]'
+	@touch $(STAMP)
+
+test: export HF_HUB_OFFLINE = 1
+test: $(STAMP)
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+reproduce: $(STAMP)
+	$(BIN)/python -m analysis reproduce $(ARGS)
+
+lint: $(STAMP)
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+
+format: $(STAMP)
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
+
+# Caches and build output; the virtual environment and results/ stay.
+clean:
+	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .benchmarks
+	find . -path ./$(VENV) -prune -o -type d -name __pycache__ -exec rm -rf {} +

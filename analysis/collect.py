@@ -1,0 +1,244 @@
+"""Gradients of many plans from few passes: the cross-gradient table, and plans that share their forwards.
+
+Nothing here touches ``.grad``, the global random state or train/eval mode.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from jagg_core import OffPolicyError, Plan, Trajectory, VelocityPolicy
+from jagg_core.objective import ClippedSurrogate, upstream_closed_form
+from jagg_core.trajectory import policy_signature, weights_version
+
+CHUNK = 2**18
+"""Gradient elements per matrix product of the Gram matrix."""
+
+
+@dataclass(frozen=True)
+class CrossTable:
+    """Inner products of the cross gradients ``C[i, j] = J_i^T s_j`` of one rollout batch.
+
+    Attributes:
+        steps: trained steps T.
+        pairs: the (i, j) that were collected, in order.
+        gram: ``[len(pairs), len(pairs)]``, fp64.
+    """
+
+    steps: int
+    pairs: tuple[tuple[int, int], ...]
+    gram: np.ndarray
+
+    @cached_property
+    def index(self) -> dict[tuple[int, int], int]:
+        """Position of each pair in `pairs`."""
+        return {pair: n for n, pair in enumerate(self.pairs)}
+
+    def vector(self, plan: Plan, steps: Sequence[int] | None = None) -> np.ndarray:
+        """The plan's gradient as coefficients over ``pairs``; of the contributions of ``steps`` only, if given.
+
+        Raises:
+            ValueError: the plan is for other steps, has per-sample weights, or needs a pair that was not collected.
+        """
+        if plan.steps != self.steps or plan.weights.ndim != 2:
+            raise ValueError(
+                f"plan {plan.name!r} must have weights [K, {self.steps}], found {list(plan.weights.shape)}"
+            )
+        index = self.index
+        weights = plan.weights.numpy()
+        vector = np.zeros(len(self.pairs))
+        for position, step in zip(*weights.nonzero(), strict=True):
+            if steps is not None and step not in steps:
+                continue
+            pair = (plan.knots[position], int(step))
+            if pair not in index:
+                raise ValueError(f"plan {plan.name!r} puts step {pair[1]} on knot {pair[0]}, which was not collected")
+            vector[index[pair]] += weights[position, step]
+        return vector
+
+
+def reachable_pairs(steps: int, past: int | None = None, future: int | None = None) -> tuple[tuple[int, int], ...]:
+    """Pairs (knot i, step j) with the knot at most ``past`` steps before and ``future`` steps after the step."""
+    before, after = (steps if limit is None else limit for limit in (past, future))
+    return tuple((i, j) for i in range(steps) for j in range(steps) if -after <= j - i <= before)
+
+
+def trained_parameters(policy: VelocityPolicy) -> list[Tensor]:
+    """The policy's parameters that require gradients.
+
+    Raises:
+        ValueError: the policy does not show them, or none requires gradients.
+    """
+    found = [p for p in getattr(policy, "parameters", list)() if p.requires_grad]
+    if not found:
+        raise ValueError("policy: needs parameters() with at least one that requires gradients, found none")
+    return found
+
+
+def on_policy_upstream(
+    policy: VelocityPolicy, trajectory: Trajectory, advantages: Tensor, objective: ClippedSurrogate
+) -> list[Tensor]:
+    """Closed-form upstream gradients ``s_j`` [B, *D] of every step.
+
+    Raises:
+        OffPolicyError: the policy's weights are not the rollout's.
+    """
+    if weights_version(policy) != trajectory.weights_version:
+        raise OffPolicyError("the weights changed since the rollout: gradients of it would not be on policy")
+    trajectory.require(signature=policy_signature(policy))
+    advantages = advantages.to(device=trajectory.latents.device, dtype=trajectory.latents.dtype)
+    return [upstream_closed_form(objective, trajectory, j, advantages).gradient for j in range(trajectory.steps)]
+
+
+class _Differentiator:
+    """``J_i^T u`` for several u at each knot, from one forward per knot."""
+
+    def __init__(self, policy: VelocityPolicy, trajectory: Trajectory) -> None:
+        self.policy = policy
+        self.trajectory = trajectory
+        self.parameters = trained_parameters(policy)
+        self.size = sum(p.numel() for p in self.parameters)
+        self.rows = trajectory.rows.to(trajectory.latents.device)
+
+    def velocity(self, knot: int) -> Tensor:
+        with torch.enable_grad():
+            t = self.trajectory
+            return self.policy.velocity(t.latents[knot], t.told_sigma(knot), self.rows)
+
+    def pull_back(self, velocity: Tensor, upstream: Tensor, out: Tensor, last: bool) -> None:
+        """Write the flat gradient, at least fp32, to ``out``."""
+        try:
+            found: tuple[Tensor | None, ...] = torch.autograd.grad(
+                velocity, self.parameters, upstream.to(velocity.dtype), retain_graph=not last, allow_unused=True
+            )
+        except RuntimeError as error:
+            if "reentrant" in str(error):
+                raise ValueError(
+                    "activation checkpointing must be non-reentrant (use_reentrant=False) for gradients beside .grad"
+                ) from error
+            raise
+        start = 0
+        for parameter, gradient in zip(self.parameters, found, strict=True):
+            part = out[start : start + parameter.numel()]
+            if gradient is None:
+                part.zero_()
+            else:
+                part.copy_(gradient.flatten())
+            start += parameter.numel()
+
+
+def collect_table(
+    policy: VelocityPolicy,
+    trajectory: Trajectory,
+    advantages: Tensor,
+    objective: ClippedSurrogate,
+    *,
+    past: int | None = None,
+    future: int | None = None,
+    progress: Callable[[int], None] | None = None,
+) -> CrossTable:
+    """The cross-gradient table of one on-policy rollout batch: T forwards, one backward per pair.
+
+    ``progress(n)`` is called after every knot with the number of its pairs.
+
+    Raises:
+        OffPolicyError: the policy's weights are not the rollout's.
+        MemoryError: the gradients would not fit; says how many GiB they take.
+        ValueError: reentrant activation checkpointing, or no parameters.
+    """
+    pairs = reachable_pairs(trajectory.steps, past, future)
+    upstream = on_policy_upstream(policy, trajectory, advantages, objective)
+    differentiator = _Differentiator(policy, trajectory)
+    device = trajectory.latents.device
+    dtype = torch.promote_types(differentiator.parameters[0].dtype, torch.float32)
+    _check_memory(len(pairs) * differentiator.size * dtype.itemsize, device)
+    rows = torch.empty(len(pairs), differentiator.size, dtype=dtype, device=device)
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        for knot in range(trajectory.steps):
+            velocity = differentiator.velocity(knot)
+            own = [n for n, pair in enumerate(pairs) if pair[0] == knot]
+            for n in own:
+                differentiator.pull_back(velocity, upstream[pairs[n][1]], rows[n], last=n == own[-1])
+            if progress is not None:
+                progress(len(own))
+    return CrossTable(trajectory.steps, pairs, gram_matrix(rows))
+
+
+def gram_matrix(rows: Tensor) -> np.ndarray:
+    """Inner products of ``rows`` [n, P], accumulated over chunks in fp64: ``[n, n]``."""
+    total = torch.zeros(len(rows), len(rows), dtype=torch.float64, device=rows.device)
+    block = 64
+    for start in range(0, rows.shape[1], CHUNK):
+        part = rows[:, start : start + CHUNK]
+        for top in range(0, len(rows), block):
+            # the lower triangle follows by symmetry
+            total[top : top + block, top:] += (part[top : top + block] @ part[top:].T).double()
+    gram = total.cpu().numpy()
+    upper = np.triu(gram)
+    return upper + np.triu(gram, 1).T
+
+
+def plan_gradients(
+    policy: VelocityPolicy,
+    trajectory: Trajectory,
+    advantages: Tensor,
+    objective: ClippedSurrogate,
+    plans: dict[str, Plan],
+) -> dict[str, Tensor]:
+    """Flat gradients ``[P]`` of several plans on one on-policy rollout batch; knots and equal passes are shared.
+
+    Raises:
+        OffPolicyError: the policy's weights are not the rollout's.
+        ValueError: a plan for other steps, or with per-sample weights.
+    """
+    for name, plan in plans.items():
+        if plan.steps != trajectory.steps or plan.weights.ndim != 2:
+            raise ValueError(
+                f"plan {name!r} must have weights [K, {trajectory.steps}], found {list(plan.weights.shape)}"
+            )
+    upstream = on_policy_upstream(policy, trajectory, advantages, objective)
+    differentiator = _Differentiator(policy, trajectory)
+    device = trajectory.latents.device
+    dtype = torch.promote_types(differentiator.parameters[0].dtype, torch.float32)
+    totals = {name: torch.zeros(differentiator.size, dtype=dtype, device=device) for name in plans}
+    buffer = torch.empty(differentiator.size, dtype=dtype, device=device)
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        for knot in sorted({k for plan in plans.values() for k in plan.knots}):
+            users: dict[tuple[float, ...], list[str]] = {}
+            for name, plan in plans.items():
+                if knot in plan.knots:
+                    weights = tuple(plan.weights[plan.knots.index(knot)].tolist())
+                    users.setdefault(weights, []).append(name)
+            velocity = differentiator.velocity(knot)
+            for n, (weights, names) in enumerate(users.items()):
+                aggregated = torch.zeros_like(upstream[0])
+                for step in np.flatnonzero(np.array(weights)):
+                    aggregated += weights[step] * upstream[step]
+                differentiator.pull_back(velocity, aggregated, buffer, last=n == len(users) - 1)
+                for name in names:
+                    totals[name] += buffer
+    return totals
+
+
+def _check_memory(needed: int, device: torch.device) -> None:
+    if device.type == "cuda":
+        free = torch.cuda.mem_get_info(device)[0]
+    else:
+        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        try:
+            with open("/proc/meminfo") as file:
+                free = next(int(line.split()[1]) * 1024 for line in file if line.startswith("MemAvailable"))
+        except (OSError, StopIteration):
+            pass
+    if needed > 0.9 * free:
+        raise MemoryError(
+            f"the cross gradients take {needed / 2**30:.1f} GiB, {free / 2**30:.1f} GiB are free: "
+            "lower the reach (past, future) or the number of steps"
+        )

@@ -1,0 +1,159 @@
+"""Figures from the tables. Readable in black and white: every family has its own marker and line style."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import matplotlib
+import pandas as pd
+import seaborn as sns
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+STYLES: dict[str, tuple[str, str, str]] = {
+    "jagg": ("#c0392b", "o", "-"),
+    "jagg-index": ("#e59866", "s", "--"),
+    "endpoint": ("#7f8c8d", "v", ":"),
+    "subsample": ("#bdc3c7", "x", "-."),
+    "spline": ("#2980b9", "^", "--"),
+    "causal": ("#1e8449", "D", "-"),
+}
+"""Colour, marker and line of each family."""
+
+ARM_LABELS = {
+    "exact-again": "exact, timed again (noise floor)",
+    "exact-bare": "exact, bare model calls",
+    "exact-batched": "exact, all steps in one pass",
+    "paper-joint": "paper JAGG (joint backward)",
+    "closed-form-sequential": "JAGG, closed-form s, sequential",
+    "closed-form-batched": "JAGG, closed-form s, batched",
+    "endpoint-only": "endpoint-only",
+}
+
+
+@contextmanager
+def _style() -> Iterator[None]:
+    settings: dict[Any, Any] = {"font.size": 9, "legend.frameon": False, "grid.alpha": 0.3, "svg.hashsalt": "jagg"}
+    look = {"axes.grid": True, "axes.spines.top": False, "axes.spines.right": False}
+    with sns.axes_style("ticks", look), matplotlib.rc_context(settings):
+        yield
+
+
+def _line(axes: Axes, x: pd.Series, data: pd.DataFrame, family: str, label: str) -> None:
+    colour, marker, line = STYLES[family]
+    axes.plot(x, data["cosine"], color=colour, marker=marker, linestyle=line, markersize=4, label=label)
+    axes.fill_between(x, data["cosine_low"].astype(float), data["cosine_high"].astype(float), color=colour, alpha=0.15)
+
+
+def cosine_per_group(table: pd.DataFrame, window: int) -> Figure:
+    """Cosine of each group's contribution, every group approximated; a panel per eta, a line per family."""
+    etas = sorted(table["eta"].unique(), reverse=True)
+    with _style():
+        figure = Figure(figsize=(4.2 * len(etas), 3.6), layout="constrained")
+        panels = figure.subplots(1, len(etas), sharey=True, squeeze=False)[0]
+        for axes, eta in zip(panels, etas, strict=True):
+            part = table[(table["eta"] == eta) & (table["window"] == window)]
+            budget = part.loc[part["estimator"] == f"jagg-w{window}-f1", "passes"].min()
+            for family in STYLES:
+                data = part[(part["family"] == family) & (part["passes"] == budget)]
+                if family in ("jagg", "jagg-index", "endpoint"):
+                    data = data[data["estimator"] == f"{family}-w{window}-f1"]
+                if len(data):
+                    _line(axes, data["group"], data, family, data["label"].iloc[0])
+            axes.set_title(f"eta {eta:g}: {budget} passes, W = {window}")
+            axes.set_xlabel("group of steps (0: highest noise)")
+            axes.set_xticks(range(int(part["group"].max()) + 1))
+        panels[0].set_ylabel("cosine to the exact group gradient")
+        panels[0].legend(fontsize=7, loc="lower left")
+    return figure
+
+
+def pareto_front(table: pd.DataFrame, paper: str) -> Figure:
+    """1 - cosine of the whole update against passes, log scale; the paper's recipe is ringed."""
+    etas = sorted(table["eta"].unique(), reverse=True)
+    with _style():
+        figure = Figure(figsize=(4.2 * len(etas), 3.6), layout="constrained")
+        panels = figure.subplots(1, len(etas), sharey=True, squeeze=False)[0]
+        for axes, eta in zip(panels, etas, strict=True):
+            part = table[(table["eta"] == eta) & table["best"]]
+            for family in ("jagg", "spline", "causal"):
+                data = part[part["family"] == family].sort_values("passes")
+                colour, marker, line = STYLES[family]
+                label = "JAGG (paper), best W and fraction" if family == "jagg" else f"{family}, calibrated knots"
+                loss = 1 - data["cosine"]
+                axes.semilogy(
+                    data["passes"], loss, color=colour, marker=marker, linestyle=line, markersize=4, label=label
+                )
+                low, high = 1 - data["cosine_high"].astype(float), 1 - data["cosine_low"].astype(float)
+                axes.fill_between(data["passes"], low, high, color=colour, alpha=0.15)
+            point = table[(table["eta"] == eta) & (table["estimator"] == paper)]
+            axes.plot(point["passes"], 1 - point["cosine"], "o", markersize=11, fillstyle="none", color="black")
+            axes.set_title(f"eta {eta:g} (ring: the paper's recipe)")
+            axes.set_xlabel("passes per update (exact: all trained steps)")
+        panels[0].set_ylabel("1 - cosine to the exact update")
+        panels[0].legend(fontsize=7)
+    return figure
+
+
+def speed_bars(table: pd.DataFrame) -> Figure:
+    """Seconds per group by phase, and the speed-up over exact; a panel per backbone."""
+    names = list(table["backbone"].unique())
+    with _style():
+        figure = Figure(figsize=(5.2 * len(names), 3.2), layout="constrained")
+        panels = figure.subplots(1, len(names), squeeze=False)[0]
+        for axes, name in zip(panels, names, strict=True):
+            part = table[(table["backbone"] == name) & ~table["arm"].isin(["exact-again", "exact-bare"])]
+            part = part.iloc[::-1].reset_index(drop=True)
+            left = pd.Series(0.0, index=part.index)
+            for phase, colour, hatch in (
+                ("forward", "#5dade2", ""),
+                ("upstream", "#f4d03f", "xx"),
+                ("backward", "#34495e", ""),
+            ):
+                width = part[f"{phase}_s"].astype(float) * 1000
+                axes.barh(part.index, width, left=left, color=colour, hatch=hatch, edgecolor="white", label=phase)
+                left = left + width
+            for row, total in left.items():
+                axes.text(total, row, f" {part['speed_up'][row]:.2f}x", va="center", fontsize=8)
+            axes.set_yticks(part.index, [ARM_LABELS.get(arm, arm) for arm in part["arm"]])
+            axes.set_xlim(0, left.max() * 1.15)
+            axes.set_xlabel("milliseconds per group (median)")
+            axes.set_title(f"{name}, W = {part['window'].iloc[0]}, batch {part['batch'].iloc[0]}")
+            axes.grid(axis="y", visible=False)
+        panels[0].legend(fontsize=7, loc="lower right")
+    return figure
+
+
+def leak_bars(table: pd.DataFrame) -> Figure:
+    """Squared mean gradient over its noise with advantages 1; 1 is no leak."""
+    with _style():
+        figure = Figure(figsize=(6.4, 0.3 * len(table) + 1.0), layout="constrained")
+        axes = figure.subplots()
+        part = table.iloc[::-1].reset_index(drop=True)
+        for row in part.itertuples():
+            filled = "#c0392b" if row.anticipating else "#1e8449"
+            hatch = "//" if row.anticipating else ""
+            axes.barh(row.Index, row.ratio, color=filled, hatch=hatch, edgecolor="white")
+            axes.text(row.ratio, row.Index, f" {row.ratio:.2f} (p = {row.p_value:.3f})", va="center", fontsize=8)
+        axes.axvline(1, color="black", linewidth=0.8)
+        axes.set_xscale("log")
+        axes.set_xlim(right=part["ratio"].max() * 5)
+        axes.set_yticks(part.index, list(part["label"]))
+        axes.set_xlabel("squared mean gradient / its sampling noise (1: no leak; hatched: anticipating)")
+        axes.grid(axis="y", visible=False)
+    return figure
+
+
+def rendered(figure: Figure) -> dict[str, bytes]:
+    """The figure as PNG and SVG, free of dates."""
+    files = {}
+    with _style():
+        for kind in ("png", "svg"):
+            buffer = io.BytesIO()
+            metadata = {"Date": None} if kind == "svg" else {"Software": None}
+            figure.savefig(buffer, format=kind, dpi=160, metadata=metadata)
+            files[kind] = buffer.getvalue()
+    return files

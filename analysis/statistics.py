@@ -1,0 +1,91 @@
+"""Intervals and tests. Rollout batches are the unit that is resampled; every draw is seeded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from scipy import stats
+
+DRAWS = 2000
+
+
+@dataclass(frozen=True)
+class Interval:
+    """An estimate with its 95 % percentile bootstrap interval from ``n`` samples. None: undefined."""
+
+    value: float | None
+    low: float | None
+    high: float | None
+    n: int
+
+
+def _resampled(samples: Sequence[np.ndarray], statistic: Callable[..., np.ndarray], seed: int) -> tuple[float, float]:
+    """Ends of the interval of a statistic of paired samples, resampled together."""
+    found = stats.bootstrap(
+        samples, statistic, n_resamples=DRAWS, paired=True, vectorized=True, method="percentile", rng=seed
+    ).confidence_interval
+    return float(found.low), float(found.high)
+
+
+def bootstrap(samples: Sequence[float | None], seed: int = 0) -> Interval:
+    """Mean of the defined samples and its interval; with one sample there is a value but no interval."""
+    values = np.array([s for s in samples if s is not None], dtype=np.float64)
+    if len(values) == 0:
+        return Interval(None, None, None, 0)
+    if len(values) == 1:
+        return Interval(float(values[0]), None, None, 1)
+    return Interval(float(values.mean()), *_resampled([values], np.mean, seed), len(values))
+
+
+def ratio_of_medians(numerator: Sequence[float | None], denominator: Sequence[float | None], seed: int = 0) -> Interval:
+    """Ratio of medians of paired samples (rounds of one interleaved run), with its interval.
+
+    Raises:
+        ValueError: samples that are not paired, or fewer than two.
+    """
+    if len(numerator) != len(denominator) or len(numerator) < 2:
+        raise ValueError(f"samples must be paired and at least 2, found {len(numerator)} and {len(denominator)}")
+    top, bottom = np.array(numerator, dtype=np.float64), np.array(denominator, dtype=np.float64)
+
+    def ratio(x: np.ndarray, y: np.ndarray, axis: int = -1) -> np.ndarray:
+        return np.median(x, axis) / np.median(y, axis)
+
+    return Interval(float(ratio(top, bottom)), *_resampled([top, bottom], ratio, seed), len(top))
+
+
+@dataclass(frozen=True)
+class Leak:
+    """Whether the mean of gradients vanishes.
+
+    Attributes:
+        ratio: squared norm of the mean over what sampling noise alone would make of it; about 1 without a leak.
+        p_value: share of random sign flips of the batches with a mean at least as large.
+        n: batches.
+    """
+
+    ratio: float
+    p_value: float
+    n: int
+
+
+def leak_test(gram: np.ndarray, seed: int = 0) -> Leak:
+    """Test that gradients with zero expectation have it, from their inner products ``[n, n]``.
+
+    With all advantages 1 the exact gradient has expectation zero. Under the null the sign of each batch is exchangeable
+    to good approximation, so random flips of signs give the distribution of the mean's norm.
+
+    Raises:
+        ValueError: fewer than 3 batches, or gradients that all vanish.
+    """
+    n = len(gram)
+    if n < 3:
+        raise ValueError(f"the leak test needs at least 3 batches, found {n}")
+    trace, total = float(np.trace(gram)), float(gram.sum())
+    noise = (trace - total / n) / (n - 1)
+    if not noise > 0:
+        raise ValueError("the gradients do not vary: their leak is undefined")
+    signs = np.random.default_rng(seed).choice([-1.0, 1.0], size=(DRAWS, n))
+    flipped = np.einsum("di,ij,dj->d", signs, gram, signs)
+    return Leak(total / n / noise, float((1 + (flipped >= total * (1 - 1e-12)).sum()) / (1 + DRAWS)), n)

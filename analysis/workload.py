@@ -1,0 +1,81 @@
+"""Rollout batches of a backbone under the DanceGRPO recipe, each named by a purpose and a number."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from jagg_core import DanceSDE, Trajectory, VelocityPolicy, dance_schedule, group_advantages, initial_latents, rollout
+from jagg_core.backbones import Backbone
+from jagg_core.rewards import Reward, score
+from jagg_core.seeding import derive_seed, generator_for
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How rollouts are made.
+
+    Raises:
+        ValueError: a setting out of range.
+    """
+
+    steps: int = 21
+    shift: float = 3.0
+    prompts: int = 2
+    samples: int = 4
+    guidance: float = 1.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name, low in (("steps", 3), ("prompts", 1), ("samples", 2)):
+            if getattr(self, name) < low:
+                raise ValueError(f"{name} must be at least {low}, found {getattr(self, name)}")
+        dance_schedule(self.steps, self.shift)
+
+    @property
+    def batch(self) -> int:
+        """Samples per rollout batch."""
+        return self.prompts * self.samples
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One rollout batch with its rewards and per-prompt advantages, each ``[B]``."""
+
+    policy: VelocityPolicy
+    trajectory: Trajectory
+    prompts: list[str]
+    rewards: Tensor
+    advantages: Tensor
+
+
+def rollout_seed(recipe: Recipe, eta: float, purpose: str, number: int) -> int:
+    """The seed of a batch; batches of different purposes never share one."""
+    return derive_seed(recipe.seed, "rollout", repr(eta), purpose, number)
+
+
+def make_batch(backbone: Backbone, reward: Reward, recipe: Recipe, eta: float, purpose: str, number: int) -> Batch:
+    """Draw prompts, roll out, score, and centre the advantages per prompt.
+
+    Raises:
+        ValueError: more prompts per batch than the backbone has.
+    """
+    if recipe.prompts > len(backbone.prompts):
+        raise ValueError(f"prompts must be at most {len(backbone.prompts)} for {backbone.name}, found {recipe.prompts}")
+    seed = rollout_seed(recipe, eta, purpose, number)
+    chosen = torch.randperm(len(backbone.prompts), generator=generator_for(seed, "prompts"))[: recipe.prompts]
+    prompt_ids = chosen.repeat_interleave(recipe.samples)
+    prompts = [backbone.prompts[i] for i in prompt_ids.tolist()]
+    policy = backbone.policy(prompts, recipe.guidance)
+    latents = initial_latents(backbone.latent_shape, seed, range(recipe.batch)).to(backbone.device)
+    trajectory = rollout(policy, dance_schedule(recipe.steps, recipe.shift), DanceSDE(eta), latents, seed)
+    rewards = score(reward, backbone.decode(trajectory.final), prompts)
+    return Batch(policy, trajectory, prompts, rewards, group_advantages(rewards, prompt_ids.to(rewards.device)))
+
+
+def seeds_of(recipe: Recipe, eta: float, purpose: str, numbers: Sequence[int]) -> list[int]:
+    """Seeds of several batches, for the record."""
+    return [rollout_seed(recipe, eta, purpose, n) for n in numbers]

@@ -1,0 +1,1 @@
+"""Benchmarks of the update: run from the checkout with ``python -m bench``."""

@@ -1,0 +1,53 @@
+"""``python -m bench``: see ``--help``."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import fields
+from pathlib import Path
+
+from tqdm import tqdm
+
+from bench.group import GroupBench, run_group_bench
+
+GROUP_EXAMPLE = "example: python -m bench group --backbone digits-flux --batch 16 --window 5 --out results/speed.json"
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    top = argparse.ArgumentParser(prog="python -m bench", description="Time the update of GRPO by estimator.")
+    commands = top.add_subparsers(dest="command", required=True)
+    group = commands.add_parser(
+        "group",
+        help="forward, upstream and backward time of one group of steps, arms interleaved",
+        epilog=GROUP_EXAMPLE,
+    )
+    for field in fields(GroupBench):
+        flag = "--" + field.name.replace("_", "-")
+        if isinstance(field.default, bool):
+            group.add_argument(flag, action="store_true")
+        else:
+            group.add_argument(flag, type=type(field.default), default=field.default, help=f"default {field.default}")
+    group.add_argument("--out", type=Path, required=True, help="record to write (JSON)")
+    return top
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Run a command."""
+    top = parser()
+    arguments = top.parse_args(argv)
+    try:
+        settings = GroupBench(**{f.name: getattr(arguments, f.name) for f in fields(GroupBench)})
+        with tqdm(total=settings.rounds + 8, desc=f"time {settings.backbone}") as bar:
+            record = run_group_bench(settings, progress=lambda _: bar.update())
+    except ValueError as error:
+        top.error(str(error))
+    record.write(arguments.out)
+    for cell in record.cells:
+        if cell.status != "ok":
+            print(f"{cell.name}: {cell.status}: {cell.reason}")
+    print(f"wrote {arguments.out}")
+
+
+if __name__ == "__main__":
+    main()

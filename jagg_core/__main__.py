@@ -1,0 +1,144 @@
+"""``python -m jagg_core``: see ``--help``."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from jagg_core import DanceSDE, dance_schedule, initial_latents, rollout, sample_ode
+from jagg_core.backbones import list_backbones, load_backbone
+from jagg_core.backbones.registry import TRAINED
+from jagg_core.images import image_grid, png_bytes
+from jagg_core.records import write_atomically
+
+SAMPLE_EXAMPLE = (
+    "example: python -m jagg_core sample --backbone photos-flux --prompts cat coffee --eta 0.7 --out cats.png"
+)
+TRAIN_EXAMPLE = "example: python -m jagg_core backbones train digits-flux --seed 0"
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    top = argparse.ArgumentParser(prog="python -m jagg_core", description="Backbones, samples and rewards.")
+    commands = top.add_subparsers(dest="command", required=True)
+    backbones = commands.add_parser("backbones", help="list backbones, or retrain a shipped one", epilog=TRAIN_EXAMPLE)
+    actions = backbones.add_subparsers(dest="action")
+    train = actions.add_parser("train", help="rebuild the weights of a shipped backbone", epilog=TRAIN_EXAMPLE)
+    train.add_argument("name", choices=sorted(TRAINED))
+    train.add_argument("--steps", type=int, help="training steps, default those of the shipped weights")
+    train.add_argument("--seed", type=int, default=0)
+    train.add_argument("--out", type=Path, help="weights file, default the package's own")
+    rewards = commands.add_parser("rewards", help="list rewards, or retrain a shipped classifier")
+    reward_actions = rewards.add_subparsers(dest="action")
+    classifier = reward_actions.add_parser("train", help="rebuild the weights of a shipped classifier")
+    classifier.add_argument("name", choices=("digits", "photos"))
+    classifier.add_argument("--steps", type=int, help="training steps, default those of the shipped weights")
+    classifier.add_argument("--seed", type=int, default=0)
+    classifier.add_argument("--out", type=Path, help="weights file, default the package's own")
+    sample = commands.add_parser("sample", help="write a contact sheet, a row per prompt", epilog=SAMPLE_EXAMPLE)
+    sample.add_argument("--backbone", default="photos-flux")
+    sample.add_argument("--prompts", nargs="+", help="default: all")
+    sample.add_argument("--count", type=int, default=8, help="samples per prompt, default 8")
+    sample.add_argument("--steps", type=int, default=21, help="sampling steps, default 21")
+    sample.add_argument("--shift", type=float, default=3.0, help="time shift, default 3")
+    sample.add_argument("--eta", type=float, default=0.0, help="noise of Dance-SDE; 0 (default) is the ODE")
+    sample.add_argument("--guidance", type=float, default=1.0, help="classifier-free guidance, default 1 (none)")
+    sample.add_argument("--device", default="cpu")
+    sample.add_argument("--seed", type=int, default=0)
+    sample.add_argument("--out", type=Path, default=Path("samples.png"))
+    return top
+
+
+def write_samples(arguments: argparse.Namespace) -> None:
+    """Sample and write the sheet.
+
+    Raises:
+        ValueError: a setting out of range, before the backbone is loaded where it does not need it.
+    """
+    if arguments.count < 1:
+        raise ValueError(f"count must be at least 1, found {arguments.count}")
+    if arguments.eta < 0:
+        raise ValueError(f"eta must be at least 0, found {arguments.eta}")
+    sigmas = dance_schedule(arguments.steps, arguments.shift)
+    backbone = load_backbone(arguments.backbone, arguments.device)
+    prompts = [p for p in arguments.prompts or backbone.prompts for _ in range(arguments.count)]
+    policy = backbone.policy(prompts, arguments.guidance)
+    latents = initial_latents(backbone.latent_shape, arguments.seed, range(len(prompts))).to(backbone.device)
+    if arguments.eta > 0:
+        final = rollout(policy, sigmas, DanceSDE(arguments.eta), latents, arguments.seed).final
+    else:
+        final = sample_ode(policy, sigmas, latents)
+    write_atomically(arguments.out, png_bytes(image_grid(backbone.decode(final), arguments.count)))
+    print(f"wrote {arguments.out}: {len(prompts)} samples, a row per prompt")
+
+
+def _run_training(name: str, steps: int, run: Callable[[Callable[[int, float], None]], float]) -> float:
+    """Run a training under a progress bar that shows the loss."""
+    from tqdm import tqdm
+
+    with tqdm(total=steps, desc=f"train {name}") as bar:
+
+        def progress(step: int, loss: float) -> None:
+            bar.update()
+            bar.set_postfix(loss=f"{loss:.3f}")
+
+        return run(progress)
+
+
+def train_backbone(arguments: argparse.Namespace) -> None:
+    """Retrain a shipped backbone."""
+    from jagg_core.backbones.pixel import PixelFlux, weights_path
+    from jagg_core.backbones.training import RECIPES, train_pixel_backbone
+
+    name, path = arguments.name, arguments.out or weights_path(arguments.name)
+    steps = RECIPES[name].steps if arguments.steps is None else arguments.steps
+    settings = replace(RECIPES[name], seed=arguments.seed, steps=steps)
+    loss = _run_training(
+        name, steps, lambda p: train_pixel_backbone(TRAINED[name], PixelFlux, settings, path, progress=p)
+    )
+    print(f"wrote {path}: mean loss of the last steps {loss:.4f}")
+
+
+def train_reward(arguments: argparse.Namespace) -> None:
+    """Retrain a shipped classifier."""
+    from jagg_core.rewards.classifier import RECIPES, classifier_path, train_classifier
+
+    name, path = arguments.name, arguments.out or classifier_path(arguments.name)
+    steps = RECIPES[name].steps if arguments.steps is None else arguments.steps
+    accuracy = _run_training(name, steps, lambda p: train_classifier(name, path, steps, arguments.seed, p))
+    print(f"wrote {path}: held-out accuracy {accuracy * 100:.1f} %")
+
+
+def list_all(kind: str) -> None:
+    """Print what is registered."""
+    if kind == "backbones":
+        rows = {entry.name: entry.description for entry in list_backbones()}
+    else:
+        from jagg_core.rewards import list_rewards
+
+        rows = list_rewards()
+    for name, description in rows.items():
+        print(f"{name:<16} {description}")
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Run a command."""
+    top = parser()
+    arguments = top.parse_args(argv)
+    try:
+        if arguments.command == "sample":
+            write_samples(arguments)
+        elif arguments.action == "train":
+            (train_backbone if arguments.command == "backbones" else train_reward)(arguments)
+        else:
+            list_all(arguments.command)
+    except (ValueError, FileNotFoundError, torch.cuda.OutOfMemoryError) as error:
+        top.exit(2, f"{top.prog}: error: {error}\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,282 @@
+"""Small class-conditional transformers on pixels, trained by rectified flow and shipped with the package.
+
+They use the library's own transformer classes at a small size: what they lack of a text-to-image model is scale, not
+architecture. A prompt is one of a fixed list of class names; it enters as one text token and as pooled projection.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from importlib.resources import files
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from jagg_core.policy import guided
+
+
+@dataclass(frozen=True)
+class PixelSpec:
+    """What a shipped backbone is: images, packing, transformer size.
+
+    Latents are ``[tokens, channels]`` with ``tokens = (size / patch)^2`` and ``channels = image_channels patch^2``:
+    pixels in [0, 1], shifted by ``mean``, divided by ``std``, and packed in patches row by row.
+    """
+
+    name: str
+    dataset: Literal["digits", "photos"]
+    prompts: tuple[str, ...]
+    image_channels: int
+    size: int
+    patch: int
+    mean: float
+    std: float
+    heads: int
+    head_dim: int
+    double_blocks: int
+    single_blocks: int
+    rope_axes: tuple[int, int, int]
+    text_dim: int = 64
+
+    @property
+    def side(self) -> int:
+        """Tokens per image side."""
+        return self.size // self.patch
+
+    @property
+    def latent_shape(self) -> tuple[int, int]:
+        """``(tokens, channels)`` of one sample."""
+        return self.side**2, self.image_channels * self.patch**2
+
+    def encode(self, images: Tensor) -> Tensor:
+        """Images ``[N, C, H, W]`` in [0, 1] to packed latents ``[N, tokens, channels]``."""
+        n, channels, p, side = len(images), self.image_channels, self.patch, self.side
+        patches = ((images - self.mean) / self.std).reshape(n, channels, side, p, side, p)
+        return patches.permute(0, 2, 4, 1, 3, 5).reshape(n, side * side, channels * p * p)
+
+    def decode(self, latents: Tensor) -> Tensor:
+        """Packed latents ``[N, tokens, channels]`` to images ``[N, C, H, W]``, clamped to [0, 1], fp32."""
+        n, channels, p, side = len(latents), self.image_channels, self.patch, self.side
+        patches = latents.float().reshape(n, side, side, channels, p, p).permute(0, 3, 1, 4, 2, 5)
+        return (patches.reshape(n, channels, self.size, self.size) * self.std + self.mean).clamp(0, 1)
+
+
+class PixelFlux(nn.Module):
+    """diffusers' ``FluxTransformer2DModel`` with a table of class embeddings in the place of text encoders.
+
+    The last row of the table is the empty prompt, used for classifier-free guidance.
+    """
+
+    transformer: Any  # a diffusers model, which carries no types
+
+    def __init__(self, spec: PixelSpec) -> None:
+        super().__init__()
+        from diffusers import FluxTransformer2DModel
+
+        tokens, channels = spec.latent_shape
+        self.transformer = FluxTransformer2DModel(
+            patch_size=1,
+            in_channels=channels,
+            num_layers=spec.double_blocks,
+            num_single_layers=spec.single_blocks,
+            attention_head_dim=spec.head_dim,
+            num_attention_heads=spec.heads,
+            joint_attention_dim=spec.text_dim,
+            pooled_projection_dim=spec.text_dim,
+            axes_dims_rope=spec.rope_axes,
+        )
+        self.prompt_table = nn.Embedding(len(spec.prompts) + 1, spec.text_dim)
+        rows, columns = torch.meshgrid(torch.arange(spec.side), torch.arange(spec.side), indexing="ij")
+        image_ids = torch.stack([torch.zeros(tokens), rows.flatten(), columns.flatten()], dim=-1)
+        self.register_buffer("image_ids", image_ids, persistent=False)
+        self.register_buffer("text_ids", torch.zeros(1, 3), persistent=False)
+        self._sigma: Tensor | None = None
+        self.transformer.time_text_embed.register_forward_pre_hook(self._restore_timestep)
+
+    def _restore_timestep(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        # diffusers casts sigma to the model's dtype before the factor 1000: in bf16 that is off by up to 4 steps
+        assert self._sigma is not None
+        return (self._sigma.float() * 1000, *args[1:])
+
+    def forward(self, latents: Tensor, sigma: Tensor, class_ids: Tensor) -> Tensor:
+        """Velocity ``[N, tokens, channels]`` at ``latents`` (same shape), ``sigma`` [N] in [0, 1], classes [N]."""
+        dtype = self.transformer.dtype
+        text = self.prompt_table(class_ids).to(dtype)
+        self._sigma = sigma
+        return self.transformer(
+            hidden_states=latents.to(dtype),
+            encoder_hidden_states=text.unsqueeze(1),
+            pooled_projections=text,
+            timestep=sigma.to(dtype),
+            img_ids=self.image_ids,
+            txt_ids=self.text_ids,
+            return_dict=False,
+        )[0]
+
+
+class PixelPolicy:
+    """A `VelocityPolicy` over a `PixelFlux`: the prompts of a rollout, and optional classifier-free guidance."""
+
+    def __init__(self, module: PixelFlux, class_ids: Tensor, empty: int, guidance: float, name: str) -> None:
+        self.module = module
+        self.class_ids = class_ids
+        self.empty = empty
+        self.guidance = guidance
+        self.name = name
+
+    def velocity(self, latents: Tensor, sigma: Tensor, rows: Tensor) -> Tensor:
+        """See `jagg_core.policy.VelocityPolicy`."""
+        ids = self.class_ids[rows]
+        if self.guidance == 1.0:
+            return self.module(latents, sigma, ids)
+        both = self.module(
+            torch.cat([latents, latents]), torch.cat([sigma, sigma]), torch.cat([ids, torch.full_like(ids, self.empty)])
+        )
+        conditional, unconditional = both.chunk(2)
+        return guided(conditional, unconditional, self.guidance)
+
+    def parameters(self) -> list[nn.Parameter]:
+        """The transformer's parameters; the prompt table plays the frozen text encoder."""
+        return list(self.module.transformer.parameters())
+
+    def signature(self) -> dict[str, str]:
+        """What a replay must have in common with the rollout."""
+        prompts = hashlib.blake2b(json.dumps(self.class_ids.tolist()).encode(), digest_size=8).hexdigest()
+        dtype = str(self.parameters()[0].dtype).removeprefix("torch.")
+        return {"backbone": self.name, "guidance": repr(self.guidance), "dtype": dtype, "prompts": prompts}
+
+
+class PixelBackbone:
+    """A shipped backbone, loaded: the module, its prompts and its pixels."""
+
+    def __init__(self, spec: PixelSpec, module: PixelFlux) -> None:
+        self.spec = spec
+        self.module = module
+
+    @property
+    def name(self) -> str:
+        """Registered name."""
+        return self.spec.name
+
+    @property
+    def dataset(self) -> str | None:
+        """Name of the image set whose classifier can judge the samples; None without one."""
+        return self.spec.dataset
+
+    @property
+    def prompts(self) -> tuple[str, ...]:
+        """The prompts that the backbone was trained on."""
+        return self.spec.prompts
+
+    @property
+    def latent_shape(self) -> tuple[int, ...]:
+        """Shape of one sample's latents."""
+        return self.spec.latent_shape
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the weights."""
+        return next(self.module.parameters()).device
+
+    @property
+    def transformer(self) -> nn.Module:
+        """The diffusers transformer that is trained, sharded and checkpointed."""
+        transformer: nn.Module = self.module.transformer
+        return transformer
+
+    def policy(self, prompts: Sequence[str], guidance: float = 1.0) -> PixelPolicy:
+        """A policy for these prompts, one per sample.
+
+        Raises:
+            ValueError: a prompt that the backbone was not trained on; no prompts.
+        """
+        if len(prompts) == 0:
+            raise ValueError("prompts: at least one is needed, found none")
+        unknown = sorted({str(p) for p in prompts} - set(self.prompts))
+        if unknown:
+            raise ValueError(f"prompts: {self.name} knows {list(self.prompts)}, found {unknown}")
+        ids = torch.tensor([self.prompts.index(p) for p in prompts], device=self.device)
+        return PixelPolicy(self.module, ids, len(self.prompts), guidance, self.name)
+
+    def decode(self, latents: Tensor) -> Tensor:
+        """Latents ``[N, tokens, channels]`` to images ``[N, C, H, W]`` in [0, 1], fp32."""
+        return self.spec.decode(latents)
+
+    def enable_gradient_checkpointing(self) -> None:
+        """Recompute block activations in the backward (diffusers' own switch)."""
+        self.module.transformer.enable_gradient_checkpointing()
+
+
+def weights_path(name: str) -> Path:
+    """Where the shipped weights of ``name`` are."""
+    return Path(str(files(__package__).joinpath("weights", f"{name}.safetensors")))
+
+
+def build_pixel_backbone(spec: PixelSpec, device: torch.device | str, dtype: torch.dtype) -> PixelBackbone:
+    """The trained backbone with its shipped weights, in eval mode.
+
+    Raises:
+        FileNotFoundError: the weights are missing; says how to rebuild them.
+    """
+    path = weights_path(spec.name)
+    if not path.exists():
+        raise FileNotFoundError(f"{path} is missing; rebuild it with: python -m jagg_core backbones train {spec.name}")
+    with safe_open(path, framework="pt") as file:
+        stored = (file.metadata() or {}).get("spec")
+    if stored != spec_json(spec):
+        raise ValueError(f"{path} was trained with another configuration than {spec.name} has now: retrain it")
+    module = PixelFlux(spec)
+    module.load_state_dict({key: value.float() for key, value in load_file(path).items()})
+    return PixelBackbone(spec, module.to(device=device, dtype=dtype).eval())
+
+
+def spec_json(spec: PixelSpec) -> str:
+    """The configuration as canonical JSON, as stored in the weights' metadata."""
+    return json.dumps(asdict(spec), sort_keys=True)
+
+
+def save_pixel_weights(spec: PixelSpec, module: nn.Module, path: Path, notes: dict[str, str]) -> None:
+    """Write the weights in half precision (fp16) with the configuration and ``notes`` in the metadata."""
+    tensors = {key: value.detach().half().contiguous() for key, value in module.state_dict().items()}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, path, metadata={"spec": spec_json(spec), **notes})
+
+
+DIGITS_FLUX = PixelSpec(
+    name="digits-flux",
+    dataset="digits",
+    prompts=tuple("0123456789"),
+    image_channels=1,
+    size=8,
+    patch=2,
+    mean=0.305,
+    std=0.376,
+    heads=3,
+    head_dim=32,
+    double_blocks=2,
+    single_blocks=4,
+    rope_axes=(8, 12, 12),
+)
+
+PHOTOS_FLUX = PixelSpec(
+    name="photos-flux",
+    dataset="photos",
+    prompts=("astronaut", "cat", "coffee", "galaxies", "tissue", "retina", "rocket", "temple", "flower"),
+    image_channels=3,
+    size=32,
+    patch=4,
+    mean=0.402,
+    std=0.287,
+    heads=3,
+    head_dim=32,
+    double_blocks=2,
+    single_blocks=4,
+    rope_axes=(8, 12, 12),
+)

@@ -1,0 +1,440 @@
+"""The one engine: runs any plan against any policy.
+
+The paper's four phases, for every bundle of knots that shares a backward call:
+
+1. forwards: with a graph at the knots; without one at other steps whose upstream gradient needs a velocity;
+2. upstream gradients ``s_j``, from transition and loss alone;
+3. aggregation ``u_i = sum_j w[i, j] s_j``;
+4. one backward through the network from all knots of the bundle.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Literal, get_args
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from jagg_core.objective import (
+    ClippedSurrogate,
+    Upstream,
+    step_log_prob,
+    upstream_autograd,
+    upstream_closed_form,
+)
+from jagg_core.plan import Plan
+from jagg_core.policy import VelocityPolicy
+from jagg_core.trajectory import ReplayMismatch, Trajectory, policy_signature, weights_version
+from jagg_core.transitions import expand
+
+UpstreamMode = Literal["auto", "autograd", "closed_form"]
+BackwardMode = Literal["auto", "joint", "batched", "sequential"]
+PartlyClipped = Literal["exact", "keep"]
+
+AUTO_ELEMENTS = 2**20
+"""``backward="auto"`` batches knots while a pass holds at most this many latent elements: a rule of shapes alone, so
+that ranks with equal shapes make equal numbers of passes. Eight samples of Flux at 720x720."""
+
+ON_POLICY_TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 2e-2}
+"""Largest |log ratio| at a knot that the closed form accepts, by dtype of the velocity."""
+
+
+class OffPolicyError(ValueError):
+    """The closed form was asked for, but the policy is not the one that made the rollout."""
+
+
+class RatioNoise(UserWarning):
+    """On policy, yet log ratios exceed the clip range: half precision with another batch shape, or dropout."""
+
+
+@dataclass(frozen=True)
+class Report:
+    """What `accumulate_gradients` did. Shares and log ratios are over the (sample, step) pairs that were evaluated.
+
+    Attributes:
+        loss: the scaled loss, summed over samples and steps (those of weight zero excluded).
+        log_ratio_mean, log_ratio_max: of log ratios to the rollout: mean, and largest magnitude.
+        log_ratio_p99: 99th percentile of their magnitude.
+        clipped_share: pairs without surrogate gradient. outside_clip_share: pairs whose ratio left the clip range.
+        first_step_outside_clip: the same for the first trained step alone; on policy it should be 0.
+        partly_clipped: (sample, group) pairs with some steps clipped and some not.
+        passes: differentiated passes over steps, each one forward and one backward of the batch.
+        forwards: forwards of the batch, with and without graph. reference_forwards: of the reference policy.
+        backward_calls: calls of ``torch.autograd.backward``.
+        upstream, backward: the modes that ran. anticipating: see `Plan.anticipating`.
+        seconds: per phase (forward, upstream, backward), if a clock was given.
+    """
+
+    loss: float
+    log_ratio_mean: float
+    log_ratio_max: float
+    log_ratio_p99: float
+    clipped_share: float
+    outside_clip_share: float
+    first_step_outside_clip: float
+    partly_clipped: int
+    passes: int
+    forwards: int
+    reference_forwards: int
+    backward_calls: int
+    upstream: str
+    backward: str
+    anticipating: bool
+    seconds: dict[str, float] = field(default_factory=dict)
+
+
+def accumulate_gradients(
+    policy: VelocityPolicy,
+    trajectory: Trajectory,
+    advantages: Tensor,
+    plan: Plan,
+    objective: ClippedSurrogate,
+    upstream: UpstreamMode = "auto",
+    backward: BackwardMode = "auto",
+    *,
+    reference: VelocityPolicy | None = None,
+    scale: float = 1.0,
+    partly_clipped: PartlyClipped = "exact",
+    max_rows: int | None = None,
+    clock: Callable[[], float] | None = None,
+) -> Report:
+    """Add the plan's gradient of the loss into ``.grad``, as ``backward()`` would.
+
+    The loss is ``scale`` times the sum over samples and trained steps, so that micro-batches add up; a trainer passes
+    ``scale = 1 / (samples * steps)``. Everything outside the network runs in the dtype of the trajectory.
+
+    Args:
+        policy: differentiated at the plan's knots.
+        trajectory: T steps of B samples.
+        advantages: ``[B]``.
+        plan: for T steps, ``[K, T]`` or ``[B, K, T]``.
+        objective: the loss.
+        upstream: ``"autograd"`` runs the network at every step (the paper). ``"closed_form"`` only at the knots; legal
+            only on policy, which is checked before any forward by the weights, and at every knot by the ratio.
+            ``"auto"`` takes it exactly where the weights are known to be the rollout's.
+        backward: ``"joint"``: one forward per knot, one backward call per independent part of the plan (the paper).
+            ``"batched"``: several knots in one pass. ``"sequential"``: one knot at a time, the least memory.
+            ``"auto"``: batched while a pass stays small (`AUTO_ELEMENTS`), else sequential.
+        reference: policy of the KL term; needed if ``objective.kl_beta`` is positive.
+        scale: factor of the loss. Half-precision networks need it large enough for gradients to be representable.
+        partly_clipped: what happens to a sample with some steps of a group clipped, some not, under ``"autograd"``:
+            ``"exact"`` gives it a pass per step, ``"keep"`` leaves the plan as it is.
+        max_rows: most rows (knots times samples) of one batched pass; no limit by default.
+        clock: timer in seconds that waits for the device; with it the report has seconds per phase.
+
+    Raises:
+        ValueError: arguments that do not fit each other.
+        ReplayMismatch: plan, policy and trajectory disagree on the schedule or on settings.
+        OffPolicyError: closed form off policy.
+        FloatingPointError: a velocity is not finite.
+    """
+    update = _Update(policy, trajectory, advantages, plan, objective, reference, scale, partly_clipped, clock)
+    update.choose(upstream, backward, max_rows)
+    for bundle in update.bundles():
+        update.run(bundle)
+    return update.report()
+
+
+class _Update:
+    """State of one call of `accumulate_gradients`."""
+
+    def __init__(
+        self,
+        policy: VelocityPolicy,
+        trajectory: Trajectory,
+        advantages: Tensor,
+        plan: Plan,
+        objective: ClippedSurrogate,
+        reference: VelocityPolicy | None,
+        scale: float,
+        partly_clipped: PartlyClipped,
+        clock: Callable[[], float] | None,
+    ) -> None:
+        if advantages.shape != (trajectory.batch,):
+            raise ValueError(f"advantages must have shape [{trajectory.batch}], found {list(advantages.shape)}")
+        if not torch.isfinite(advantages).all():
+            index = int((~torch.isfinite(advantages)).nonzero()[0])
+            raise ValueError(f"advantages must be finite, found {advantages[index].item()} at sample {index}")
+        if plan.steps != trajectory.steps:
+            raise ReplayMismatch(f"plan: made for {plan.steps} trained steps, the trajectory has {trajectory.steps}")
+        if plan.weights.ndim == 3 and len(plan.weights) != trajectory.batch:
+            raise ValueError(
+                f"plan: weights are for {len(plan.weights)} samples, the trajectory has {trajectory.batch}"
+            )
+        if partly_clipped not in get_args(PartlyClipped):
+            raise ValueError(f"partly_clipped must be one of {list(get_args(PartlyClipped))}, found {partly_clipped!r}")
+        if objective.kl_beta > 0 and reference is None:
+            raise ValueError(f"kl_beta is {objective.kl_beta}: a reference policy is needed")
+        trajectory.require(sigmas=plan.sigmas, signature=policy_signature(policy))
+        self.policy = policy
+        self.trajectory = trajectory
+        self.plan = plan
+        self.objective = objective
+        self.reference = reference
+        self.scale = scale
+        self.partly_clipped = partly_clipped
+        self.clock = clock
+        self.advantages = advantages.to(device=trajectory.latents.device, dtype=trajectory.latents.dtype)
+        self.rows = trajectory.rows.to(trajectory.latents.device)
+        self.weights = plan.weights.to(device=trajectory.latents.device, dtype=trajectory.latents.dtype)
+        self.used = plan.used
+        self.components = plan.components()
+        self.known: dict[int, Upstream] = {}
+        self.log_ratios: dict[int, Tensor] = {}
+        self.routed: dict[int, Tensor] = {}
+        self.mixed = 0
+        self.passes = self.forwards = self.reference_forwards = self.backward_calls = 0
+        self.seconds = {"forward": 0.0, "upstream": 0.0, "backward": 0.0}
+
+    def choose(self, upstream: UpstreamMode, backward: BackwardMode, max_rows: int | None) -> None:
+        if upstream not in get_args(UpstreamMode):
+            raise ValueError(f"upstream must be one of {list(get_args(UpstreamMode))}, found {upstream!r}")
+        if backward not in get_args(BackwardMode):
+            raise ValueError(f"backward must be one of {list(get_args(BackwardMode))}, found {backward!r}")
+        batch = self.trajectory.batch
+        if max_rows is not None and max_rows < batch:
+            raise ValueError(f"max_rows must be at least the batch of {batch}, found {max_rows}")
+        self.on_policy = self._same_weights()
+        if upstream == "closed_form" and self.on_policy is False:
+            raise OffPolicyError(
+                "upstream='closed_form' is legal only on policy, but the weights changed since the rollout: "
+                "use upstream='autograd'"
+            )
+        self.upstream = upstream if upstream != "auto" else ("closed_form" if self.on_policy else "autograd")
+        self.routing = self.upstream == "autograd" and self.partly_clipped == "exact"
+        fitting = self.plan.passes if max_rows is None else max_rows // batch
+        if backward == "auto":
+            fitting = min(fitting, AUTO_ELEMENTS // (batch * self.trajectory.elements))
+            backward = "batched" if fitting > 1 else "sequential"
+        self.backward = backward
+        self.knots_per_pass = fitting if backward == "batched" else 1
+
+    def _same_weights(self) -> bool | None:
+        """Whether the weights are the rollout's, on every rank; None if the policy or the rollout cannot tell."""
+        version = weights_version(self.policy)
+        if version is None or self.trajectory.weights_version is None:
+            return None
+        return not _on_any_rank(version != self.trajectory.weights_version, self.trajectory.latents.device)
+
+    def bundles(self) -> Iterator[list[int]]:
+        """Positions of the knots that share one backward call."""
+        if self.backward == "joint":
+            yield from (knots for knots, _ in self.components)
+            return
+        for start in range(0, self.plan.passes, self.knots_per_pass):
+            yield list(range(start, min(start + self.knots_per_pass, self.plan.passes)))
+
+    def run(self, bundle: list[int]) -> None:
+        knots = [self.plan.knots[i] for i in bundle]
+        touched = [n for n, (positions, _) in enumerate(self.components) if set(positions) & set(bundle)]
+        if self.routing:
+            feeding = sorted({j for n in touched for j in self.components[n][1]})
+        else:
+            feeding = self.used[bundle].any(0).nonzero().flatten().tolist()
+        unknown = [j for j in feeding if j not in self.known]
+
+        # phase 1: forwards, first those without a graph
+        if self.upstream == "autograd":
+            for some in self._in_passes([j for j in unknown if j not in knots]):
+                with torch.no_grad():
+                    self._learn(some, dict(zip(some, self._velocities(some), strict=True)))
+        velocities = [v for some in self._in_passes(knots) for v in self._velocities(some)]
+
+        # phase 2: upstream gradients
+        if self.upstream == "autograd":
+            self._learn([k for k in knots if k in unknown], dict(zip(knots, velocities, strict=True)))
+        else:
+            self._check_on_policy(knots, velocities)
+            self._learn(unknown, None)
+        self._check_finite(unknown)
+        if self.routing:
+            self._route(touched)
+
+        # phase 3: aggregation
+        with self._phase("upstream"):
+            totals = [self._aggregate(i) for i in bundle]
+
+        # phase 4: one backward
+        self._backward(velocities, totals)
+        self.passes += len(knots)
+
+        if self.routing:
+            for n in touched:
+                if self.components[n][0][-1] in bundle:
+                    self._exact_rows(n)
+
+    def _in_passes(self, steps: Sequence[int]) -> Iterator[list[int]]:
+        for start in range(0, len(steps), self.knots_per_pass):
+            yield list(steps[start : start + self.knots_per_pass])
+
+    def _velocities(self, steps: list[int], members: Tensor | None = None) -> list[Tensor]:
+        """Velocities at ``steps`` in one call; of all samples, or of ``members`` only."""
+        t = self.trajectory
+        keep = slice(None) if members is None else members
+        with self._phase("forward"):
+            latents = torch.cat([t.latents[j][keep] for j in steps]) if len(steps) > 1 else t.latents[steps[0]][keep]
+            told = torch.cat([t.told_sigma(j)[keep] for j in steps])
+            rows = self.rows[keep].repeat(len(steps))
+            velocity = self.policy.velocity(latents, told, rows)
+            if velocity.shape != latents.shape:
+                raise ValueError(f"velocity must have shape {list(latents.shape)}, found {list(velocity.shape)}")
+            self.forwards += len(steps)
+        return [velocity] if len(steps) == 1 else list(velocity.chunk(len(steps)))
+
+    def _learn(self, steps: list[int], velocities: dict[int, Tensor] | None) -> None:
+        """Upstream gradients of ``steps`` from their velocities, or in closed form without."""
+        with self._phase("upstream"):
+            for step in steps:
+                reference = self._reference_velocity(step)
+                if velocities is None:
+                    self.known[step] = upstream_closed_form(
+                        self.objective, self.trajectory, step, self.advantages, reference
+                    )
+                else:
+                    self.known[step] = upstream_autograd(
+                        self.objective, self.trajectory, step, velocities[step], self.advantages, reference
+                    )
+                    self.log_ratios[step] = self.known[step].log_ratio
+
+    def _reference_velocity(self, step: int) -> Tensor | None:
+        if self.objective.kl_beta == 0 or self.reference is None:
+            return None
+        t = self.trajectory
+        self.reference_forwards += 1
+        with torch.no_grad():
+            return self.reference.velocity(t.latents[step], t.told_sigma(step), self.rows).to(t.latents.dtype)
+
+    def _check_finite(self, steps: list[int]) -> None:
+        sums = [torch.stack([self.known[j].log_ratio.sum(), self.known[j].gradient.sum()]) for j in steps]
+        if sums and not torch.isfinite(torch.stack(sums)).all():
+            raise FloatingPointError(
+                f"log ratio or upstream gradient is not finite at one of steps {steps}: "
+                "a velocity, the policy's or the reference's, is NaN or infinite"
+            )
+
+    def _check_on_policy(self, knots: list[int], velocities: list[Tensor]) -> None:
+        for knot, velocity in zip(knots, velocities, strict=True):
+            log_prob = step_log_prob(self.trajectory, knot, velocity.detach().to(self.trajectory.latents.dtype))
+            self.log_ratios[knot] = log_prob - self.trajectory.log_probs[knot]
+        largest = torch.stack([self.log_ratios[k] for k in knots]).abs().max().item()
+        if not math.isfinite(largest):
+            raise FloatingPointError(f"the velocity is not finite at one of steps {knots}")
+        limit = ON_POLICY_TOLERANCE.get(velocities[0].dtype, 1e-4)
+        if largest > limit:
+            raise OffPolicyError(
+                f"upstream='closed_form' is legal only on policy, found |log ratio| {largest:.3g} (limit {limit:g}) at "
+                f"one of steps {knots}: other weights than the rollout's, or dropout; use upstream='autograd'"
+            )
+
+    def _route(self, touched: list[int]) -> None:
+        """Give the identity to samples of which only some steps of a component are clipped."""
+        for n in touched:
+            if n in self.routed:
+                continue
+            positions, steps = self.components[n]
+            if len(steps) <= 1:
+                self.routed[n] = torch.zeros_like(self.rows, dtype=torch.bool)
+                continue
+            clipped = torch.stack([self.known[j].clipped for j in steps])
+            mixed = clipped.any(0) & ~clipped.all(0)
+            self.routed[n] = mixed
+            self.mixed += int(mixed.sum())
+            if not mixed.any():
+                continue
+            if self.weights.ndim == 2:
+                self.weights = self.weights.expand(self.trajectory.batch, -1, -1).clone()
+            for i in positions:
+                self.weights[mixed, i] = 0
+                if self.plan.knots[i] in steps:
+                    self.weights[mixed, i, self.plan.knots[i]] = 1
+                    self.used[i, self.plan.knots[i]] = True
+
+    def _exact_rows(self, component: int) -> None:
+        """A pass per inner step for the samples that were routed to exact, on all ranks alike."""
+        positions, steps = self.components[component]
+        mixed = self.routed[component]
+        here = bool(mixed.any())
+        if not _on_any_rank(here, mixed.device):
+            return
+        # a rank without such samples joins with one sample of weight zero, to keep collectives in step
+        members = mixed.nonzero().flatten() if here else torch.zeros(1, dtype=torch.long, device=mixed.device)
+        weight = self.scale if here else 0.0
+        knots = {self.plan.knots[i] for i in positions}
+        for step in [j for j in steps if j not in knots]:
+            self._backward(self._velocities([step], members), [weight * self.known[step].gradient[members]])
+            self.passes += 1
+
+    def _aggregate(self, position: int) -> Tensor:
+        """``u = sum_j w[position, j] s_j``, ``[B, *D]``."""
+        total = torch.zeros_like(self.trajectory.latents[0])
+        for step in self.used[position].nonzero().flatten().tolist():
+            total += expand(self.scale * self.weights[..., position, step], total) * self.known[step].gradient
+        return total
+
+    def _backward(self, velocities: list[Tensor], totals: list[Tensor]) -> None:
+        if not all(v.requires_grad for v in velocities):
+            raise ValueError("policy: the velocity has no graph; do its parameters require gradients?")
+        with self._phase("backward"):
+            torch.autograd.backward(velocities, [u.to(v.dtype) for v, u in zip(velocities, totals, strict=True)])
+        self.backward_calls += 1
+
+    @contextmanager
+    def _phase(self, name: str) -> Iterator[None]:
+        if self.clock is None:
+            yield
+            return
+        start = self.clock()
+        yield
+        self.seconds[name] += self.clock() - start
+
+    def report(self) -> Report:
+        log_ratio = torch.stack(list(self.log_ratios.values()))
+        magnitude = log_ratio.abs().flatten()
+        clip = self.objective.clip_range
+        outside = ((log_ratio.exp() - 1).abs() > clip).double()
+        first = outside[list(self.log_ratios).index(min(self.log_ratios))]
+        figures = {
+            "loss": self.scale * torch.stack([u.loss for u in self.known.values()]).sum(),
+            "log_ratio_mean": log_ratio.mean(),
+            "log_ratio_max": magnitude.max(),
+            "log_ratio_p99": torch.quantile(magnitude, 0.99),
+            "clipped_share": torch.stack([u.clipped for u in self.known.values()]).double().mean(),
+            "outside_clip_share": outside.mean(),
+            "first_step_outside_clip": first.mean(),
+        }
+        # one transfer from the device for all of them
+        values = dict(zip(figures, torch.stack([x.double() for x in figures.values()]).tolist(), strict=True))
+        if self.on_policy and values["log_ratio_p99"] > clip:
+            warnings.warn(
+                f"on policy, yet 1 % of |log ratio| exceed {values['log_ratio_p99']:.2g}, above clip_range {clip:g}: "
+                "half precision with another batch shape than the rollout's, or dropout",
+                RatioNoise,
+                stacklevel=3,
+            )
+        return Report(
+            **values,
+            partly_clipped=self.mixed,
+            passes=self.passes,
+            forwards=self.forwards,
+            reference_forwards=self.reference_forwards,
+            backward_calls=self.backward_calls,
+            upstream=self.upstream,
+            backward=self.backward,
+            anticipating=self.plan.anticipating,
+            seconds=dict(self.seconds) if self.clock is not None else {},
+        )
+
+
+def _on_any_rank(here: bool, device: torch.device) -> bool:
+    """Whether something is true on this or any other rank of the default process group."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return here
+    flag = torch.tensor(int(here), device=device)
+    dist.all_reduce(flag, op=dist.ReduceOp.MAX)
+    return bool(flag.item())

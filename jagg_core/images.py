@@ -1,0 +1,39 @@
+"""Pictures of samples."""
+
+from __future__ import annotations
+
+import io
+
+import torch
+from torch import Tensor
+
+
+def image_grid(images: Tensor, columns: int, scale: int = 3, gap: int = 1) -> Tensor:
+    """Images ``[N, C, H, W]`` in [0, 1] as one RGB picture ``[3, height, width]``, enlarged ``scale`` times.
+
+    Raises:
+        ValueError: not images, or fewer than one column.
+    """
+    if images.ndim != 4 or images.shape[1] not in (1, 3) or len(images) == 0:
+        raise ValueError(f"images must have shape [N, 1 or 3, H, W], N >= 1, found {list(images.shape)}")
+    if columns < 1 or scale < 1:
+        raise ValueError(f"columns and scale must be at least 1, found {columns} and {scale}")
+    large = images.detach().float().cpu().expand(-1, 3, -1, -1)
+    large = large.repeat_interleave(scale, -1).repeat_interleave(scale, -2)
+    rows = -(-len(large) // columns)
+    height, width = (side + gap for side in large.shape[-2:])
+    grid = torch.ones(3, rows * height + gap, columns * width + gap)
+    for n, image in enumerate(large):
+        top, left = (n // columns) * height + gap, (n % columns) * width + gap
+        grid[:, top : top + height - gap, left : left + width - gap] = image
+    return grid
+
+
+def png_bytes(picture: Tensor) -> bytes:
+    """An RGB picture ``[3, height, width]`` in [0, 1] as a PNG file. Needs Pillow."""
+    from PIL import Image
+
+    pixels = (picture.clamp(0, 1) * 255).round().to(torch.uint8).permute(1, 2, 0).contiguous()
+    buffer = io.BytesIO()
+    Image.fromarray(pixels.numpy()).save(buffer, format="PNG")
+    return buffer.getvalue()

@@ -1,0 +1,252 @@
+"""The record that every run writes: what was asked, where it ran, and the raw samples of every cell.
+
+``bench`` and ``analysis`` meet here and nowhere else. Strict JSON: an undefined value is a status, never NaN.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+SCHEMA_VERSION = 1
+
+Status = Literal["ok", "failed", "skipped", "undefined"]
+
+
+class RecordError(ValueError):
+    """A record that is damaged, of another schema, or not strict JSON."""
+
+
+@dataclass
+class Cell:
+    """One measured cell.
+
+    Attributes:
+        name: unique within the record, readable, stable.
+        status: ``ok`` has samples or values; the others have a reason.
+        settings: what distinguishes the cell.
+        samples: raw samples by name (units in it), in the order they were taken; None where undefined.
+        values: figures derived when the cell ran.
+    """
+
+    name: str
+    status: Status = "ok"
+    reason: str | None = None
+    settings: dict[str, Any] = field(default_factory=dict)
+    samples: dict[str, list[float | None]] = field(default_factory=dict)
+    values: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.status not in get_args(Status):
+            raise RecordError(
+                f"status of cell {self.name!r} must be one of {list(get_args(Status))}, found {self.status!r}"
+            )
+        if (self.status == "ok") == (self.reason is not None):
+            raise RecordError(f"cell {self.name!r}: a reason goes with every status but ok, found {self.reason!r}")
+
+
+@dataclass
+class Record:
+    """A run: settings, environment and cells. See `write` and `read`."""
+
+    kind: str
+    command: list[str]
+    backbone: str
+    settings: dict[str, Any]
+    seeds: dict[str, list[int]]
+    schedule: list[float] = field(default_factory=list)
+    environment: dict[str, Any] = field(default_factory=lambda: environment())
+    cells: list[Cell] = field(default_factory=list)
+    schema_version: int = SCHEMA_VERSION
+
+    def cell(self, name: str) -> Cell:
+        """The cell of that name.
+
+        Raises:
+            KeyError: no such cell.
+        """
+        for cell in self.cells:
+            if cell.name == name:
+                return cell
+        raise KeyError(f"the record has no cell {name!r}; it has {[c.name for c in self.cells]}")
+
+    def write(self, path: Path) -> None:
+        """Write atomically.
+
+        Raises:
+            RecordError: cells of equal names, or a value that strict JSON does not know.
+        """
+        names = [cell.name for cell in self.cells]
+        if len(set(names)) != len(names):
+            raise RecordError(f"cell names must be unique, found {sorted({n for n in names if names.count(n) > 1})}")
+        write_json(path, asdict(self))
+
+    @classmethod
+    def read(cls, path: Path) -> Record:
+        """Read a record back.
+
+        Raises:
+            RecordError: truncated or other JSON, or another schema version.
+        """
+        data = read_json(path)
+        if not isinstance(data, dict) or data.get("schema_version") != SCHEMA_VERSION:
+            found = data.get("schema_version") if isinstance(data, dict) else type(data).__name__
+            raise RecordError(f"{path}: schema_version must be {SCHEMA_VERSION}, found {found}")
+        try:
+            cells = [Cell(**cell) for cell in data.pop("cells")]
+            return cls(cells=cells, **data)
+        except (TypeError, KeyError) as error:
+            raise RecordError(f"{path}: not a record of schema {SCHEMA_VERSION}: {error}") from error
+
+
+def plain(value: Any) -> Any:
+    """JSON types for what benchmarks hold: tensors and numpy scalars to numbers, dtypes and paths to strings."""
+    if isinstance(value, dict):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple, range)):
+        return [plain(item) for item in value]
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if hasattr(value, "tolist"):
+        return plain(value.tolist())
+    if isinstance(value, Path) or type(value).__module__.split(".")[0] == "torch":
+        return str(value).removeprefix("torch.")
+    raise RecordError(f"cannot store a {type(value).__name__} in a record: {value!r}")
+
+
+def write_json(path: Path, data: Any) -> None:
+    """Write strict JSON atomically: a reader sees the old file or the whole new one.
+
+    Raises:
+        RecordError: NaN, infinity or an unknown type.
+    """
+    data = plain(data)
+    try:
+        text = json.dumps(data, indent=1, allow_nan=False)
+    except ValueError as error:
+        raise RecordError(f"{path.name}: {_first_not_finite(data)} is not finite; store a status instead") from error
+    write_atomically(path, text.encode())
+
+
+def write_atomically(path: Path, content: bytes) -> None:
+    """Write a file through a temporary one beside it and a rename."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.chmod(temporary, 0o644)
+        os.replace(temporary, path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+
+
+def read_json(path: Path) -> Any:
+    """Read strict JSON.
+
+    Raises:
+        RecordError: not JSON, or NaN or infinity in it.
+        FileNotFoundError: no such file.
+    """
+
+    def refuse(name: str) -> None:
+        raise RecordError(f"{path}: {name} is not strict JSON")
+
+    try:
+        return json.loads(path.read_text(), parse_constant=refuse)
+    except json.JSONDecodeError as error:
+        raise RecordError(f"{path}: not JSON, perhaps truncated: {error}") from error
+
+
+def _first_not_finite(data: Any, where: str = "record") -> str:
+    if isinstance(data, float) and not math.isfinite(data):
+        return f"{where} = {data}"
+    pairs: Iterator[tuple[Any, Any]] = iter(())
+    if isinstance(data, dict):
+        pairs = iter(data.items())
+    elif isinstance(data, list):
+        pairs = iter(enumerate(data))
+    for key, value in pairs:
+        found = _first_not_finite(value, f"{where}.{key}")
+        if found:
+            return found
+    return ""
+
+
+@contextmanager
+def recorded(cells: list[Cell], name: str, **settings: Any) -> Iterator[Cell]:
+    """Run a cell: append it to ``cells``, as failed with its error if the body raises. Ctrl-C still stops the run."""
+    cell = Cell(name, settings=plain(settings))
+    try:
+        yield cell
+    except Exception as error:
+        cell.status, cell.reason = "failed", f"{type(error).__name__}: {error}"
+        cell.samples, cell.values = {}, {}
+    cells.append(cell)
+
+
+def environment() -> dict[str, Any]:
+    """Where a run happens: versions, threads, devices, processor, commit."""
+    import torch
+
+    packages: dict[str, str | None] = {}
+    for package in ("torch", "diffusers", "numpy", "jagg-core"):
+        try:
+            packages[package] = version(package)
+        except PackageNotFoundError:
+            packages[package] = None
+    devices = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    return {
+        "python": platform.python_version(),
+        "packages": packages,
+        "platform": platform.platform(),
+        "processor": _processor(),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "cuda_devices": devices,
+        **git_state(Path(__file__).resolve().parent.parent),
+    }
+
+
+def _processor() -> str:
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
+
+
+def git_state(checkout: Path) -> dict[str, Any]:
+    """``commit`` and ``dirty`` of the checkout; both None outside one."""
+
+    def git(*arguments: str) -> str:
+        command = ["git", "-C", str(checkout), *arguments]
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
+
+    try:
+        return {"commit": git("rev-parse", "HEAD"), "dirty": bool(git("status", "--porcelain", "--untracked-files=no"))}
+    except (OSError, subprocess.SubprocessError):
+        return {"commit": None, "dirty": None}
+
+
+def command_line() -> list[str]:
+    """The command that is running, free of this machine's paths."""
+    name = Path(sys.argv[0])
+    module = name.parent.name if name.name == "__main__.py" else name.name
+    return ["python", "-m", module, *sys.argv[1:]]

@@ -1,0 +1,135 @@
+"""What a reward is, how one is called safely, and sums of several."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+RANGE_TOLERANCE = 1e-3
+"""How far outside [0, 1] a pixel may lie before `score` refuses it."""
+
+
+@runtime_checkable
+class Reward(Protocol):
+    """Says how good each image is for its prompt; larger is better.
+
+    A reward is a pure, deterministic function without gradient. It follows the device of the images, and each sample's
+    value depends on that sample alone: a batch gives what single calls give. Failing means raising, never returning
+    zero or NaN. Call it through `score`, which checks both sides.
+    """
+
+    @property
+    def name(self) -> str:
+        """Name in records; for the rewards of this package also what `load_reward` takes."""
+        ...
+
+    def __call__(self, images: Tensor, prompts: Sequence[str]) -> Tensor:
+        """Images ``[N, C, H, W]`` in [0, 1], fp32, and N prompts to N values, fp32 ``[N]``, on the images' device."""
+        ...
+
+
+class FunctionReward:
+    """A plain function ``(images, prompts) -> Tensor[N]`` as a `Reward`, called without gradient."""
+
+    def __init__(self, function: Callable[[Tensor, Sequence[str]], Tensor], name: str) -> None:
+        self.function = function
+        self.name = name
+
+    @torch.no_grad()
+    def __call__(self, images: Tensor, prompts: Sequence[str]) -> Tensor:
+        """See `Reward`."""
+        return self.function(images, prompts)
+
+
+class WeightedSum:
+    """``sum_k weight_k reward_k``. Each term is checked as by `score`, so an error names the term.
+
+    Raises:
+        ValueError: no terms, or a weight that is not finite.
+    """
+
+    def __init__(self, terms: Sequence[tuple[float, Reward]]) -> None:
+        if not terms:
+            raise ValueError("terms: a weighted sum needs at least one reward, found none")
+        for weight, reward in terms:
+            if not math.isfinite(weight):
+                raise ValueError(f"the weight of {reward.name} must be finite, found {weight}")
+        self.terms = tuple(terms)
+
+    @property
+    def name(self) -> str:
+        """The sum as `load_reward` reads it, e.g. ``classifier+0.5*colourfulness``."""
+        parts = [("" if weight == 1 else f"{weight:.15g}*") + reward.name for weight, reward in self.terms]
+        return "+".join(parts).replace("+-", "-")
+
+    @torch.no_grad()
+    def __call__(self, images: Tensor, prompts: Sequence[str]) -> Tensor:
+        """See `Reward`."""
+        return torch.stack([weight * score(reward, images, prompts) for weight, reward in self.terms]).sum(0)
+
+
+def check_images(images: Tensor, reward: str, channels: tuple[int, ...]) -> None:
+    """Refuse anything but ``[N, C, H, W]`` with C one of ``channels``.
+
+    Raises:
+        ValueError: names the reward and the shape found.
+    """
+    if images.ndim != 4:
+        raise ValueError(f"images: {reward} takes [N, C, H, W], found shape {list(images.shape)}")
+    if images.shape[1] not in channels:
+        wanted = " or ".join({1: "1 channel (grey)", 3: "3 channels (RGB)"}.get(c, f"{c} channels") for c in channels)
+        found = "1-channel (grey)" if images.shape[1] == 1 else f"{images.shape[1]}-channel"
+        raise ValueError(f"images: {reward} takes {wanted}, found {found} images of shape {list(images.shape)}")
+
+
+def _first(bad: Tensor) -> int:
+    return int(bad.nonzero()[0])
+
+
+@torch.no_grad()
+def score(reward: Reward, images: Tensor, prompts: Sequence[str]) -> Tensor:
+    """The rewards of images ``[N, C, H, W]`` in [0, 1] for N prompts: fp32 ``[N]`` on the images' device.
+
+    A NaN is never silently replaced: not by a zero, not by the group's mean. It is an error, and so is whatever the
+    reward itself raises.
+
+    Raises:
+        TypeError: ``prompts`` is one string; images are not floating point; the reward returns no tensor.
+        ValueError: as many prompts as images are not given, pixels lie outside [0, 1], the result is not of shape [N]
+            or not finite. Names the first sample concerned.
+    """
+    if isinstance(prompts, str):
+        raise TypeError(f"prompts must be a sequence with one string per image, found the single string {prompts!r}")
+    if not images.is_floating_point():
+        raise TypeError(f"images must be floating point in [0, 1], found {images.dtype}")
+    if images.ndim != 4 or len(images) == 0:
+        raise ValueError(f"images must be of shape [N, C, H, W] with N at least 1, found {list(images.shape)}")
+    if len(images) != len(prompts):
+        raise ValueError(f"prompts: one per image is needed, found {len(prompts)} for {len(images)} images")
+    images = images.detach().float()
+    low, high = images.flatten(1).aminmax(dim=1)
+    outside = ~((low >= -RANGE_TOLERANCE) & (high <= 1 + RANGE_TOLERANCE))
+    if outside.any():
+        i = _first(outside)
+        raise ValueError(
+            f"images must be in [0, 1], found {low[i].item():g} to {high[i].item():g} in sample {i} "
+            f"({int(outside.sum())} of {len(images)} samples concerned)"
+        )
+    values = reward(images, prompts)
+    if not isinstance(values, Tensor):
+        raise TypeError(f"reward {reward.name} must return a tensor of shape [{len(images)}], found {type(values)}")
+    if values.shape != (len(images),):
+        raise ValueError(f"reward {reward.name} must return shape [{len(images)}], found {list(values.shape)}")
+    values = values.detach().to(images.device, torch.float32)
+    undefined = ~values.isfinite()
+    if undefined.any():
+        i = _first(undefined)
+        raise ValueError(
+            f"reward {reward.name} is {values[i].item()} for sample {i} (prompt {prompts[i]!r}; "
+            f"{int(undefined.sum())} of {len(images)} samples concerned): a NaN is never silently replaced"
+        )
+    return values

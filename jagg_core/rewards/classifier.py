@@ -1,0 +1,348 @@
+"""Small convolutional classifiers of the two shipped data sets, as a reward and as a judge.
+
+Trained on the real images only (see `jagg_core.backbones.datasets`), with noise, gain and shifts added so that the
+slight imperfections of generated images do not mislead them, and with label smoothing so that the log-probability of a
+good image keeps headroom as a reward.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from functools import lru_cache
+from importlib.resources import files
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from jagg_core.backbones.datasets import PHOTOS, Crops, Labelled, digits, photos
+from jagg_core.rewards.base import check_images
+
+HELD_OUT_SEED = 2**40
+"""Seed of the crops that a photo classifier is judged on; far from the small seeds people train with."""
+
+HELD_OUT_CROPS = 2048
+CHUNK = 512
+
+
+@dataclass(frozen=True)
+class ClassifierSpec:
+    """What a classifier is: its data and its layers.
+
+    One 3x3 convolution per entry of ``widths``, each followed by GroupNorm and SiLU. Then the mean over positions, or
+    with ``pool=False`` every position, goes into one linear layer.
+    """
+
+    dataset: str
+    classes: tuple[str, ...]
+    channels: int
+    size: int
+    widths: tuple[int, ...]
+    strides: tuple[int, ...]
+    pool: bool
+
+
+@dataclass(frozen=True)
+class ClassifierTraining:
+    """Settings of one training run.
+
+    Each sample is shifted by up to ``max_shift`` pixels, scaled by up to ``1 +- max_gain``, and gets noise of a
+    standard deviation of up to ``max_noise``, in units of intensity.
+    """
+
+    steps: int
+    batch: int = 128
+    learning_rate: float = 3e-3
+    weight_decay: float = 0.05
+    label_smoothing: float = 0.1
+    max_noise: float = 0.15
+    max_gain: float = 0.1
+    max_shift: int = 0
+    seed: int = 0
+
+
+CLASSIFIERS: dict[str, ClassifierSpec] = {
+    "digits": ClassifierSpec(
+        dataset="digits",
+        classes=tuple("0123456789"),
+        channels=1,
+        size=8,
+        widths=(32, 64, 64),
+        strides=(1, 1, 2),
+        pool=False,
+    ),
+    "photos": ClassifierSpec(
+        dataset="photos",
+        classes=tuple(photo.prompt for photo in PHOTOS),
+        channels=3,
+        size=32,
+        widths=(32, 64, 96, 96),
+        strides=(1, 2, 2, 2),
+        pool=True,
+    ),
+}
+"""The classifiers that ship, by data set."""
+
+# photos are cropped anew for every sample, which shifts them already
+RECIPES: dict[str, ClassifierTraining] = {
+    "digits": ClassifierTraining(steps=1500, max_shift=1),
+    "photos": ClassifierTraining(steps=400, batch=64),
+}
+"""The settings that the shipped weights were trained with."""
+
+
+class Classifier(nn.Module):
+    """A convolutional classifier; its norms are per sample, so a batch gives what single images give."""
+
+    def __init__(self, spec: ClassifierSpec) -> None:
+        super().__init__()
+        self.spec = spec
+        layers: list[nn.Module] = []
+        width, side = spec.channels, spec.size
+        for out, stride in zip(spec.widths, spec.strides, strict=True):
+            layers += [nn.Conv2d(width, out, 3, stride=stride, padding=1), nn.GroupNorm(8, out), nn.SiLU()]
+            width, side = out, -(-side // stride)
+        self.features = nn.Sequential(*layers)
+        self.head = nn.Linear(width if spec.pool else width * side * side, len(spec.classes))
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the weights."""
+        return self.head.weight.device
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Images ``[N, C, size, size]`` in [0, 1] to log-probabilities ``[N, classes]``."""
+        features = self.features(2 * images - 1)
+        features = features.mean((2, 3)) if self.spec.pool else features.flatten(1)
+        return F.log_softmax(self.head(features), dim=-1)
+
+    def class_ids(self, prompts: Sequence[str]) -> Tensor:
+        """The class of each prompt, ``[N]``, on the classifier's device.
+
+        Raises:
+            ValueError: a prompt that is none of the classes.
+        """
+        unknown = sorted({str(p) for p in prompts} - set(self.spec.classes))
+        if unknown:
+            known = list(self.spec.classes)
+            raise ValueError(f"prompts: the {self.spec.dataset} classifier knows {known}, found {unknown}")
+        return torch.tensor([self.spec.classes.index(p) for p in prompts], dtype=torch.long, device=self.device)
+
+    @torch.no_grad()
+    def log_probs(self, images: Tensor) -> Tensor:
+        """`forward` without gradient, in fp32 whatever autocast says, on the images' device (the weights follow).
+
+        Raises:
+            ValueError: images of another shape than the classifier was trained on.
+        """
+        check_images(images, f"the {self.spec.dataset} classifier", channels=(self.spec.channels,))
+        size = self.spec.size
+        if images.shape[2:] != (size, size):
+            raise ValueError(
+                f"images: the {self.spec.dataset} classifier takes {size}x{size} pixels, found {list(images.shape)}"
+            )
+        if self.device != images.device:
+            self.to(images.device)
+        with torch.autocast(images.device.type, enabled=False):
+            return torch.cat([self(chunk) for chunk in images.float().split(CHUNK)])
+
+
+class ClassifierLogProb:
+    """``log p(prompt's class | image)`` under a shipped classifier: at most 0, about -0.1 for a clear image.
+
+    Raises:
+        ValueError: a data set without a classifier.
+        FileNotFoundError: its weights are missing; says how to rebuild them.
+    """
+
+    name = "classifier"
+
+    def __init__(self, dataset: str, device: torch.device | str = "cpu") -> None:
+        self.classifier = load_classifier(dataset, device)
+
+    @torch.no_grad()
+    def __call__(self, images: Tensor, prompts: Sequence[str]) -> Tensor:
+        """See `Reward`.
+
+        Raises:
+            ValueError: a prompt that is no class; images of another shape; unequal numbers of images and prompts.
+        """
+        return self.classifier.log_probs(images).gather(1, _targets(self.classifier, images, prompts)).squeeze(1)
+
+
+def read_as_prompted(images: Tensor, prompts: Sequence[str], dataset: str) -> float:
+    """Share of the images ``[N, C, H, W]`` in [0, 1] whose most probable class is their prompt, in [0, 1].
+
+    It asks the network that `ClassifierLogProb` rewards: after training on that reward it is no independent judge.
+
+    Raises:
+        ValueError: no images, a prompt that is no class, images of another shape, unequal numbers of both, or
+            log-probabilities that are not finite (an arg-max would read NaN as a class).
+    """
+    if len(images) == 0:
+        raise ValueError("images: at least one is needed, found none")
+    classifier = _shipped(dataset, str(images.device))
+    log_probs = classifier.log_probs(images)
+    undefined = ~log_probs.isfinite().all(1)
+    if undefined.any():
+        raise ValueError(f"images: sample {int(undefined.nonzero()[0])} has log-probabilities that are not finite")
+    hits = log_probs.argmax(1, keepdim=True) == _targets(classifier, images, prompts)
+    return hits.double().mean().item()
+
+
+def _targets(classifier: Classifier, images: Tensor, prompts: Sequence[str]) -> Tensor:
+    """Class ids ``[N, 1]`` on the images' device."""
+    if len(images) != len(prompts):
+        raise ValueError(f"prompts: one per image is needed, found {len(prompts)} for {len(images)} images")
+    return classifier.class_ids(prompts).to(images.device).unsqueeze(1)
+
+
+def classifier_path(dataset: str) -> Path:
+    """Where the shipped weights for a data set are."""
+    return Path(str(files(__package__).joinpath("weights", f"{dataset}-classifier.safetensors")))
+
+
+def load_classifier(dataset: str, device: torch.device | str = "cpu", *, path: Path | str | None = None) -> Classifier:
+    """The trained classifier of ``dataset`` ("digits" or "photos"), fp32, in eval mode, without gradients.
+
+    ``path``: another file than the shipped one.
+
+    Raises:
+        ValueError: a data set without a classifier; a file of another data set, other classes or other layers.
+        FileNotFoundError: the weights are missing; says how to rebuild them.
+    """
+    spec = classifier_spec(dataset)
+    path = classifier_path(dataset) if path is None else Path(path)
+    if not path.exists():
+        raise FileNotFoundError(f"{path} is missing; rebuild it with: python -m jagg_core rewards train {dataset}")
+    with safe_open(path, framework="pt") as file:
+        stored = (file.metadata() or {}).get("spec")
+        tensors = {key: file.get_tensor(key).float() for key in file.keys()}  # noqa: SIM118 (not a dict)
+    if stored != _spec_json(spec):
+        raise ValueError(
+            f"{path} holds another classifier than {dataset} has now (found {stored}); "
+            f"rebuild it with: python -m jagg_core rewards train {dataset}"
+        )
+    classifier = Classifier(spec)
+    classifier.load_state_dict(tensors)
+    return classifier.to(device).eval().requires_grad_(False)
+
+
+@lru_cache(maxsize=4)
+def _shipped(dataset: str, device: str) -> Classifier:
+    return load_classifier(dataset, device)
+
+
+def classifier_spec(dataset: str) -> ClassifierSpec:
+    """The classifier of a data set.
+
+    Raises:
+        ValueError: there is none; names those that exist.
+    """
+    if dataset not in CLASSIFIERS:
+        raise ValueError(f"dataset must be one of {sorted(CLASSIFIERS)}, found {dataset!r}")
+    return CLASSIFIERS[dataset]
+
+
+def _spec_json(spec: ClassifierSpec) -> str:
+    return json.dumps(asdict(spec), sort_keys=True)
+
+
+def held_out(dataset: str, crops: int = HELD_OUT_CROPS, seed: int = HELD_OUT_SEED) -> tuple[Tensor, Tensor]:
+    """Real images that judge a classifier: ``[M, C, H, W]`` in [0, 1] and class ids ``[M]``.
+
+    Digits: the whole held-out fifth, never trained on. Photos: ``crops`` fresh crops; they come from
+    the same photographs as the training crops, so they measure recognition of these photographs, nothing wider.
+    """
+    spec = classifier_spec(dataset)
+    if dataset == "digits":
+        test = digits("test")
+        return test.images, test.labels
+    return photos(spec.size).sample(crops, torch.Generator().manual_seed(seed))
+
+
+def _augment(images: Tensor, settings: ClassifierTraining, generator: torch.Generator) -> Tensor:
+    """Shift, scale and add noise to images ``[N, C, H, W]``, each sample by its own amount; clamped to [0, 1]."""
+    n, _, height, width = images.shape
+    if settings.max_shift:
+        pad = settings.max_shift
+        padded = F.pad(images, (pad, pad, pad, pad))
+        offsets = torch.randint(2 * pad + 1, (n, 2), generator=generator).tolist()
+        images = torch.stack(
+            [image[:, y : y + height, x : x + width] for image, (y, x) in zip(padded, offsets, strict=True)]
+        )
+    amount = torch.rand(n, 2, 1, 1, 1, generator=generator)
+    gain = 1 + settings.max_gain * (2 * amount[:, 0] - 1)
+    noise = settings.max_noise * amount[:, 1] * torch.randn(images.shape, generator=generator)
+    return (images * gain + noise).clamp(0, 1)
+
+
+def train_classifier(
+    dataset: str,
+    path: Path | str,
+    steps: int | None = None,
+    seed: int = 0,
+    progress: Callable[[int, float], None] | None = None,
+) -> float:
+    """Train the classifier of ``dataset`` from scratch and write it to ``path`` in half precision.
+
+    ``steps``: the recipe's number where not given. ``progress(step, loss)`` is called after every step. Returns the
+    accuracy, in [0, 1], of the weights as written, on `held_out`; it is also in the file's metadata. The same seed
+    gives the same file, on the same machine and number of threads. Needs the ``train`` extra.
+
+    Raises:
+        ValueError: a data set without a classifier; fewer than one step.
+        FloatingPointError: the loss is not finite.
+    """
+    spec = classifier_spec(dataset)
+    recipe = RECIPES[dataset]
+    settings = ClassifierTraining(**{**asdict(recipe), "steps": recipe.steps if steps is None else steps, "seed": seed})
+    if settings.steps < 1:
+        raise ValueError(f"steps must be at least 1, found {settings.steps}")
+    data: Crops | Labelled = digits("train") if dataset == "digits" else photos(spec.size)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        classifier = Classifier(spec).train()
+    optimizer = torch.optim.AdamW(
+        classifier.parameters(), lr=settings.learning_rate, weight_decay=settings.weight_decay
+    )
+    schedule = torch.optim.lr_scheduler.OneCycleLR(
+        optimizer, max_lr=settings.learning_rate, total_steps=settings.steps, pct_start=0.1
+    )
+    for step in range(settings.steps):
+        images, labels = data.sample(settings.batch, generator)
+        log_probs = classifier(_augment(images, settings, generator))
+        loss = F.cross_entropy(log_probs, labels, label_smoothing=settings.label_smoothing)
+        optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        nn.utils.clip_grad_norm_(classifier.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+        value = loss.item()
+        if not value < float("inf"):
+            raise FloatingPointError(f"the loss is {value} at step {step}")
+        if progress is not None:
+            progress(step, value)
+    tensors = {key: tensor.detach().half().contiguous() for key, tensor in classifier.state_dict().items()}
+    classifier.load_state_dict({key: tensor.float() for key, tensor in tensors.items()})
+    images, labels = held_out(dataset)
+    accuracy = (classifier.eval().log_probs(images).argmax(1) == labels).double().mean().item()
+    metadata = {
+        "spec": _spec_json(spec),
+        "dataset": dataset,
+        "classes": json.dumps(spec.classes),
+        "held_out_accuracy": f"{accuracy:.4f}",
+        "held_out_images": str(len(images)),
+        "settings": json.dumps(asdict(settings), sort_keys=True),
+    }
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, path, metadata=metadata)
+    _shipped.cache_clear()
+    return accuracy

@@ -1,0 +1,25 @@
+"""Random streams that depend on what they are for, never on how a batch is cut or what else was drawn."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+def derive_seed(seed: int, *purpose: str | int) -> int:
+    """A 63-bit seed for one purpose. Equal arguments give equal seeds; any difference gives an unrelated one."""
+    text = "/".join(str(part) for part in (seed, *purpose))
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
+
+
+def generator_for(seed: int, *purpose: str | int) -> torch.Generator:
+    """A CPU generator seeded by `derive_seed`."""
+    return torch.Generator().manual_seed(derive_seed(seed, *purpose))
+
+
+def initial_latents(shape: Sequence[int], seed: int, sample_ids: Sequence[int]) -> Tensor:
+    """Pure noise ``[len(sample_ids), *shape]``, fp32, on the CPU; equal ids get equal noise (as DanceGRPO does)."""
+    return torch.stack([torch.randn(tuple(shape), generator=generator_for(seed, "latents", i)) for i in sample_ids])

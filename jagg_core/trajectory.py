@@ -1,0 +1,331 @@
+"""Rollouts, and the record of them that an update replays."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from jagg_core.policy import VelocityPolicy
+from jagg_core.schedule import TimestepMode, check_sigmas, network_sigma
+from jagg_core.seeding import generator_for
+from jagg_core.transitions import Transition, expand
+
+
+class ReplayMismatch(ValueError):
+    """A trajectory is replayed under other settings than it was made with."""
+
+
+@dataclass(frozen=True)
+class Trajectory:
+    """The trained steps of a rollout, from high noise to low. ``T`` steps, ``B`` samples, latents of shape ``D``.
+
+    Attributes:
+        latents: state before each step, ``[T, B, *D]``, at least fp32, detached.
+        next_latents: the sampled state after each step, ``[T, B, *D]``.
+        noise: the standard normal draw of each step, ``[T, B, *D]``.
+        log_probs: log-probability of ``next_latents`` under the rollout's policy, ``[T, B]``.
+        sigmas, next_sigmas: ``[T]``, or ``[B, T]`` where samples are trained on different steps; fp64 on the CPU.
+        transition: the kernel that made the steps.
+        timestep_mode: how sigma was told to the network.
+        final: the finished samples after the untrained last step, ``[B, *D]``.
+        rows: which of the policy's samples each row is, ``[B]``, on the CPU.
+        weights_version: fingerprint of the policy's parameters; None if the policy does not show them.
+        signature: the policy's own settings, as it names them.
+    """
+
+    latents: Tensor
+    next_latents: Tensor
+    noise: Tensor
+    log_probs: Tensor
+    sigmas: Tensor
+    next_sigmas: Tensor
+    transition: Transition
+    timestep_mode: TimestepMode
+    final: Tensor
+    rows: Tensor
+    weights_version: int | None = None
+    signature: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def steps(self) -> int:
+        """Number of trained steps T."""
+        return self.latents.shape[0]
+
+    @property
+    def batch(self) -> int:
+        """Number of samples B."""
+        return self.latents.shape[1]
+
+    @property
+    def elements(self) -> int:
+        """Latent elements of one sample, over which log-probabilities are averaged."""
+        return self.latents[0, 0].numel()
+
+    def sigma(self, step: int) -> Tensor:
+        """Sigma of ``step``: a scalar, or ``[B]`` where samples differ. fp64 on the CPU."""
+        return self.sigmas[..., step]
+
+    def next_sigma(self, step: int) -> Tensor:
+        """Sigma after ``step``, shaped as `sigma`."""
+        return self.next_sigmas[..., step]
+
+    def told_sigma(self, step: int) -> Tensor:
+        """What the network was told at ``step``, ``[B]``, on the latents' device and in their dtype."""
+        told = network_sigma(self.sigma(step), self.timestep_mode).expand(self.batch)
+        return told.to(device=self.latents.device, dtype=self.latents.dtype)
+
+    def mean(self, step: int) -> Tensor:
+        """Mean of the rollout's own transition at ``step``, ``[B, *D]``, without a forward."""
+        scale = self.transition.coefficients(self.sigma(step), self.next_sigma(step)).scale
+        return self.next_latents[step] - expand(scale, self.noise[step]) * self.noise[step]
+
+    def select(self, steps: Sequence[int] | Tensor) -> Trajectory:
+        """Only some steps: ``[S]`` for all samples alike, or ``[B, S]`` for each its own; increasing.
+
+        Raises:
+            ValueError: steps that are empty, repeated, out of order or out of range.
+        """
+        index = torch.as_tensor(steps, dtype=torch.long).cpu()
+        if index.ndim not in (1, 2) or index.shape[-1] == 0 or (index.ndim == 2 and len(index) != self.batch):
+            raise ValueError(f"steps must have shape [S] or [{self.batch}, S] with S >= 1, found {list(index.shape)}")
+        if index.min() < 0 or index.max() >= self.steps or (index.diff(dim=-1) <= 0).any():
+            raise ValueError(f"steps must increase within 0..{self.steps - 1}, found {index.tolist()}")
+        if index.ndim == 1:
+            pick: tuple[Tensor, ...] = (index,)
+            sigmas, next_sigmas = self.sigmas[..., index], self.next_sigmas[..., index]
+        else:
+            pick = (index.T, torch.arange(self.batch))
+            shape = (self.batch, self.steps)
+            sigmas = self.sigmas.expand(shape).gather(1, index)
+            next_sigmas = self.next_sigmas.expand(shape).gather(1, index)
+        return replace(
+            self,
+            latents=self.latents[pick],
+            next_latents=self.next_latents[pick],
+            noise=self.noise[pick],
+            log_probs=self.log_probs[pick],
+            sigmas=sigmas,
+            next_sigmas=next_sigmas,
+        )
+
+    def split(self, size: int) -> list[Trajectory]:
+        """The same trajectory in micro-batches of at most ``size`` samples.
+
+        Raises:
+            ValueError: ``size`` below 1.
+        """
+        if size < 1:
+            raise ValueError(f"size must be at least 1, found {size}")
+        parts = []
+        for start in range(0, self.batch, size):
+            cut = slice(start, start + size)
+            per_row = self.sigmas.ndim == 2
+            parts.append(
+                replace(
+                    self,
+                    latents=self.latents[:, cut],
+                    next_latents=self.next_latents[:, cut],
+                    noise=self.noise[:, cut],
+                    log_probs=self.log_probs[:, cut],
+                    sigmas=self.sigmas[cut] if per_row else self.sigmas,
+                    next_sigmas=self.next_sigmas[cut] if per_row else self.next_sigmas,
+                    final=self.final[cut],
+                    rows=self.rows[cut],
+                )
+            )
+        return parts
+
+    @property
+    def fingerprint(self) -> str:
+        """Hash of everything a replay must agree on; see `require`."""
+        settings = {
+            "sigmas": self.sigmas.tolist(),
+            "next_sigmas": self.next_sigmas.tolist(),
+            "timestep_mode": self.timestep_mode,
+            "transition": repr(self.transition),
+            "log_prob": self.transition.convention,
+            "dtype": str(self.latents.dtype),
+            "shape": list(self.latents.shape),
+            "signature": dict(sorted(self.signature.items())),
+        }
+        return hashlib.blake2b(json.dumps(settings).encode(), digest_size=16).hexdigest()
+
+    def require(
+        self,
+        *,
+        sigmas: Tensor | None = None,
+        transition: Transition | None = None,
+        timestep_mode: TimestepMode | None = None,
+        signature: dict[str, str] | None = None,
+    ) -> None:
+        """Check that a replay agrees with the rollout; what is None is not checked.
+
+        Raises:
+            ReplayMismatch: names the setting, both values, and for sigmas or timesteps the first step that differs.
+        """
+        if sigmas is not None:
+            other = check_sigmas(sigmas)
+            if other.shape[-1] != self.steps:
+                raise ReplayMismatch(f"sigmas: the rollout has {self.steps} trained steps, found {other.shape[-1]}")
+            if other.ndim == 2 and len(other) != self.batch:
+                raise ReplayMismatch(f"sigmas: the rollout has {self.batch} samples, found {len(other)}")
+            _same_steps("sigmas", self.sigmas, other, 1e-6)
+        if timestep_mode is not None and timestep_mode != self.timestep_mode:
+            ours, theirs = (network_sigma(self.sigmas, mode) * 1000 for mode in (self.timestep_mode, timestep_mode))
+            _same_steps(f"timestep_mode: rollout {self.timestep_mode}, replay {timestep_mode}", ours, theirs, 0.0)
+            raise ReplayMismatch(f"timestep_mode: the rollout used {self.timestep_mode!r}, found {timestep_mode!r}")
+        if transition is not None and transition != self.transition:
+            detail = ""
+            if transition.convention != self.transition.convention:
+                detail = f" (log-prob conventions {self.transition.convention} and {transition.convention})"
+            raise ReplayMismatch(f"transition: the rollout used {self.transition}, found {transition}{detail}")
+        for key in sorted(self.signature.keys() & (signature or {}).keys()):
+            if self.signature[key] != (signature or {})[key]:
+                raise ReplayMismatch(
+                    f"{key}: the rollout used {self.signature[key]!r}, the policy now has {(signature or {})[key]!r}"
+                )
+
+
+def _same_steps(what: str, ours: Tensor, theirs: Tensor, tolerance: float) -> None:
+    ours, theirs = (x.reshape(-1, x.shape[-1]) for x in torch.broadcast_tensors(ours, theirs))
+    differs = (ours - theirs).abs() > tolerance
+    if differs.any():
+        step = int(differs.any(0).nonzero()[0])
+        row = int(differs[:, step].nonzero()[0])
+        a, b = ours[row, step].item(), theirs[row, step].item()
+        raise ReplayMismatch(f"{what}: first differing step is {step}, rollout {a:.6g}, found {b:.6g}")
+
+
+def weights_version(policy: VelocityPolicy) -> int | None:
+    """Fingerprint of the policy's parameters on this rank; any changed bit changes it. None without any."""
+    parameters = getattr(policy, "parameters", None)
+    if parameters is None:
+        return None
+    total = 0
+    with torch.no_grad():
+        sums: list[Tensor] = []
+        for parameter in parameters():
+            local = parameter.to_local() if hasattr(parameter, "to_local") else parameter
+            integer = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[local.element_size()]
+            sums.append(local.detach().contiguous().view(integer).sum(dtype=torch.int64))
+        if not sums:
+            return None
+        for position, value in enumerate(torch.stack(sums).tolist()):
+            total = (total * 1000003 + value + position) % (1 << 63)
+    return total
+
+
+def policy_signature(policy: VelocityPolicy) -> dict[str, str]:
+    """The policy's own ``signature()``, or an empty one."""
+    signature = getattr(policy, "signature", None)
+    return {} if signature is None else dict(signature())
+
+
+def at_least_fp32(tensor: Tensor) -> Tensor:
+    """fp16 and bf16 raised to fp32; fp32 and fp64 as they are."""
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+
+
+@torch.no_grad()
+def rollout(
+    policy: VelocityPolicy,
+    sigmas: Tensor,
+    transition: Transition,
+    latents: Tensor,
+    seed: int,
+    *,
+    sample_ids: Sequence[int] | None = None,
+    timestep_mode: TimestepMode = "float",
+    progress: Callable[[int], None] | None = None,
+) -> Trajectory:
+    """Sample ``B`` latents from noise. All steps but the last are SDE steps and are kept; the last is deterministic.
+
+    Args:
+        policy: the velocity field; called once per step on the whole batch.
+        sigmas: ``[N + 1]``, decreasing, N >= 2 steps; the trajectory has T = N - 1 of them.
+        transition: the kernel.
+        latents: pure noise ``[B, *D]``; half precision is raised to fp32, where all but the network runs.
+        seed: of the SDE noise. Every sample has its own stream, so that a batch may be split in any way.
+        sample_ids: names of the samples for their streams, ``0..B-1`` by default.
+        timestep_mode: what the network is told; see `network_sigma`.
+        progress: called with the number of finished steps.
+
+    Raises:
+        ValueError: a schedule that is no schedule, fewer than 2 steps, no samples, ids that do not match.
+        FloatingPointError: the velocity is not finite at some step.
+    """
+    sigmas = check_sigmas(sigmas)
+    if sigmas.ndim != 1 or len(sigmas) < 3:
+        raise ValueError(f"sigmas must have shape [N + 1] with N >= 2 steps, found {list(sigmas.shape)}")
+    if latents.ndim < 2 or len(latents) == 0 or not latents.is_floating_point():
+        raise ValueError(
+            f"latents must be floating point [B, ...], B >= 1, found {latents.dtype} {list(latents.shape)}"
+        )
+    batch = len(latents)
+    ids = list(range(batch)) if sample_ids is None else list(sample_ids)
+    if len(ids) != batch:
+        raise ValueError(f"sample_ids must name {batch} samples, found {len(ids)}")
+    trained = len(sigmas) - 2
+    state = at_least_fp32(latents.detach()).clone()
+    rows = torch.arange(batch, device=state.device)
+    streams = [generator_for(seed, "sde", i) for i in ids]
+    states = state.new_empty((trained + 1, *state.shape))
+    noise = state.new_empty((trained, *state.shape))
+    log_probs = state.new_empty((trained, batch))
+    states[0] = state
+    for step in range(trained + 1):
+        sigma, next_sigma = sigmas[step], sigmas[step + 1]
+        told = network_sigma(sigma, timestep_mode).to(device=state.device, dtype=state.dtype).expand(batch)
+        velocity = policy.velocity(state, told, rows).to(state.dtype)
+        if not torch.isfinite(velocity).all():
+            raise FloatingPointError(f"the velocity is not finite at step {step} (sigma {sigma:g})")
+        if step == trained:
+            state = state + expand(next_sigma - sigma, state) * velocity
+            break
+        coefficients = transition.coefficients(sigma, next_sigma)
+        drawn = torch.stack([torch.randn(state.shape[1:], generator=s, dtype=state.dtype) for s in streams])
+        noise[step] = drawn.to(state.device)
+        mean = expand(coefficients.latent, state) * state + expand(coefficients.velocity, state) * velocity
+        state = mean + expand(coefficients.scale, state) * noise[step]
+        states[step + 1] = state
+        log_probs[step] = transition.log_prob(state, mean, coefficients.scale)
+        if progress is not None:
+            progress(step + 1)
+    return Trajectory(
+        latents=states[:-1],
+        next_latents=states[1:],
+        noise=noise,
+        log_probs=log_probs,
+        sigmas=sigmas[:trained],
+        next_sigmas=sigmas[1 : trained + 1],
+        transition=transition,
+        timestep_mode=timestep_mode,
+        final=state,
+        rows=torch.arange(batch),
+        weights_version=weights_version(policy),
+        signature=policy_signature(policy),
+    )
+
+
+@torch.no_grad()
+def sample_ode(
+    policy: VelocityPolicy, sigmas: Tensor, latents: Tensor, *, timestep_mode: TimestepMode = "float"
+) -> Tensor:
+    """Deterministic Euler sampling from pure noise ``[B, *D]`` along ``sigmas`` [N + 1]; samples of at least fp32.
+
+    Raises:
+        ValueError: a schedule that is no schedule.
+    """
+    sigmas = check_sigmas(sigmas)
+    state = at_least_fp32(latents)
+    rows = torch.arange(len(latents), device=latents.device)
+    for sigma, next_sigma in pairwise(sigmas):
+        told = network_sigma(sigma, timestep_mode).to(device=state.device, dtype=state.dtype).expand(len(state))
+        state = state + expand(next_sigma - sigma, state) * policy.velocity(state, told, rows).to(state.dtype)
+    return state

@@ -1,0 +1,115 @@
+"""`score` checks both sides of a reward and hides nothing; sums are sums."""
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+from torch import Tensor
+
+from jagg_core.rewards import Colourfulness, FunctionReward, Redness, Reward, WeightedSum, score
+
+IMAGES = torch.rand(3, 3, 8, 8, generator=torch.Generator().manual_seed(0))
+PROMPTS = ["a", "b", "c"]
+
+
+def returning(values: object) -> FunctionReward:
+    return FunctionReward(lambda images, prompts: values, "fixed")  # type: ignore[arg-type, return-value]
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+def test_an_undefined_reward_is_an_error_naming_the_sample(bad: float) -> None:
+    with pytest.raises(ValueError, match=r"fixed is -?(nan|inf) for sample 1 \(prompt 'b'.*never silently replaced"):
+        score(returning(torch.tensor([0.0, bad, 1.0])), IMAGES, PROMPTS)
+
+
+def test_a_failing_reward_is_an_error_and_never_a_zero() -> None:
+    def broken(images: Tensor, prompts: Sequence[str]) -> Tensor:
+        raise RuntimeError("checkpoint gone")
+
+    with pytest.raises(RuntimeError, match="checkpoint gone"):
+        score(FunctionReward(broken, "broken"), IMAGES, PROMPTS)
+
+
+def test_an_undefined_term_is_an_error_even_at_weight_zero() -> None:
+    total = WeightedSum([(1.0, Redness()), (0.0, returning(torch.tensor([0.0, 0.0, float("nan")])))])
+    with pytest.raises(ValueError, match="fixed is nan for sample 2"):
+        score(total, IMAGES, PROMPTS)
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (2,), (3, 1), (1, 3)])
+def test_a_result_of_another_shape_is_refused(shape: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match=r"fixed must return shape \[3\], found"):
+        score(returning(torch.zeros(shape)), IMAGES, PROMPTS)
+
+
+def test_a_result_that_is_no_tensor_is_refused() -> None:
+    with pytest.raises(TypeError, match="must return a tensor"):
+        score(returning([0.0, 0.0, 0.0]), IMAGES, PROMPTS)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.int64, torch.bool])
+def test_results_become_fp32(dtype: torch.dtype) -> None:
+    values = score(returning(torch.tensor([0, 1, 1]).to(dtype)), IMAGES, PROMPTS)
+    assert values.dtype == torch.float32
+    assert values.tolist() == [0, 1, 1]
+
+
+def test_a_result_beyond_fp32_is_refused() -> None:
+    with pytest.raises(ValueError, match="sample 0"):
+        score(returning(torch.full((3,), 1e300, dtype=torch.float64)), IMAGES, PROMPTS)
+
+
+def test_rewards_get_fp32_images_and_leave_no_graph() -> None:
+    seen: list[torch.dtype] = []
+
+    def mean(images: Tensor, prompts: Sequence[str]) -> Tensor:
+        seen.append(images.dtype)
+        return images.mean((1, 2, 3))
+
+    images = IMAGES.bfloat16().requires_grad_()
+    assert not score(FunctionReward(mean, "mean"), images, PROMPTS).requires_grad
+    assert seen == [torch.float32]
+
+
+@pytest.mark.parametrize("prompts", [["a", "b"], ["a"] * 4, []])
+def test_unequal_numbers_are_refused(prompts: list[str]) -> None:
+    with pytest.raises(ValueError, match=f"found {len(prompts)} for 3 images"):
+        score(Redness(), IMAGES, prompts)
+
+
+def test_one_string_is_not_a_list_of_prompts() -> None:
+    with pytest.raises(TypeError, match="single string 'cat'"):
+        score(Redness(), IMAGES, "cat")
+
+
+def test_images_in_another_range_are_refused() -> None:
+    images = IMAGES.clone()
+    images[2] = 2 * images[2] - 1
+    with pytest.raises(ValueError, match=r"must be in \[0, 1\].*sample 2"):
+        score(Redness(), images, PROMPTS)
+    images[1, 0, 0, 0] = float("nan")
+    with pytest.raises(ValueError, match="sample 1"):
+        score(Redness(), images, PROMPTS)
+    with pytest.raises(TypeError, match="uint8"):
+        score(Redness(), (255 * IMAGES).byte(), PROMPTS)
+
+
+@pytest.mark.parametrize("shape", [(0, 3, 8, 8), (3, 8, 8)])
+def test_images_of_another_shape_are_refused(shape: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match=r"\[N, C, H, W\]"):
+        score(Redness(), torch.zeros(shape), ["a"] * shape[0])
+
+
+def test_a_weighted_sum_is_the_sum() -> None:
+    total = WeightedSum([(2.0, Redness()), (-0.5, Colourfulness())])
+    by_hand = 2 * score(Redness(), IMAGES, PROMPTS) - 0.5 * score(Colourfulness(), IMAGES, PROMPTS)
+    torch.testing.assert_close(score(total, IMAGES, PROMPTS), by_hand)
+    assert total.name == "2*redness-0.5*colourfulness"
+    assert isinstance(total, Reward)
+
+
+def test_sums_without_terms_or_with_undefined_weights_are_refused() -> None:
+    with pytest.raises(ValueError, match="at least one"):
+        WeightedSum([])
+    with pytest.raises(ValueError, match="weight of redness must be finite, found nan"):
+        WeightedSum([(float("nan"), Redness())])

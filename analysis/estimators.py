@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from analysis.knots import PLANS
@@ -37,6 +36,17 @@ class Estimator:
     def anticipating(self) -> bool:
         """See `jagg_core.Plan.anticipating`."""
         return self.plans[0].anticipating
+
+    def describe(self) -> dict[str, Any]:
+        """What a record says of it."""
+        return {
+            "estimator": self.name,
+            "label": self.label,
+            "family": self.family,
+            "passes": self.passes,
+            "anticipating": self.anticipating,
+            **self.settings,
+        }
 
 
 def _one(name: str, label: str, family: str, plan: Plan, **settings: Any) -> Estimator:
@@ -129,14 +139,3 @@ def mean_of_draws(values: list[float | None]) -> float | None:
     """Mean over the draws of a random plan; undefined only if every draw is."""
     defined = [v for v in values if v is not None]
     return float(np.mean(defined)) if defined else None
-
-
-def check_windows(windows: tuple[int, ...], steps: int) -> None:
-    """Raise ValueError unless every window fits the trained steps."""
-    for window in windows:
-        groups_of(steps, window)
-
-
-def sigmas_of(schedule: Tensor) -> Tensor:
-    """Sigmas of the trained steps: all but the last two entries of a schedule."""
-    return schedule.to(torch.float64)[:-2]

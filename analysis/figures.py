@@ -48,13 +48,24 @@ def _line(axes: Axes, x: pd.Series, data: pd.DataFrame, family: str, label: str)
     axes.fill_between(x, data["cosine_low"].astype(float), data["cosine_high"].astype(float), color=colour, alpha=0.15)
 
 
+def _panels(table: pd.DataFrame) -> tuple[Figure, dict[float, Axes]]:
+    """A figure with a panel per eta, the highest first."""
+    etas = sorted(table["eta"].unique(), reverse=True)
+    figure = Figure(figsize=(4.6 * len(etas), 4.0), layout="constrained")
+    return figure, dict(zip(etas, figure.subplots(1, len(etas), sharey=True, squeeze=False)[0], strict=True))
+
+
+def _finish(figure: Figure, axes: Axes, label: str) -> None:
+    """Name the shared y axis, and put the legend of ``axes`` below all panels."""
+    figure.axes[0].set_ylabel(label)
+    figure.legend(*axes.get_legend_handles_labels(), fontsize=7, ncols=2, loc="outside lower center")
+
+
 def cosine_per_group(table: pd.DataFrame, window: int) -> Figure:
     """Cosine of each group's contribution, every group approximated; a panel per eta, a line per family."""
-    etas = sorted(table["eta"].unique(), reverse=True)
     with _style():
-        figure = Figure(figsize=(4.2 * len(etas), 3.6), layout="constrained")
-        panels = figure.subplots(1, len(etas), sharey=True, squeeze=False)[0]
-        for axes, eta in zip(panels, etas, strict=True):
+        figure, panels = _panels(table)
+        for eta, axes in panels.items():
             part = table[(table["eta"] == eta) & (table["window"] == window)]
             budget = part.loc[part["estimator"] == f"jagg-w{window}-f1", "passes"].min()
             for family in STYLES:
@@ -66,18 +77,15 @@ def cosine_per_group(table: pd.DataFrame, window: int) -> Figure:
             axes.set_title(f"eta {eta:g}: {budget} passes, W = {window}")
             axes.set_xlabel("group of steps (0: highest noise)")
             axes.set_xticks(range(int(part["group"].max()) + 1))
-        panels[0].set_ylabel("cosine to the exact group gradient")
-        panels[0].legend(fontsize=7, loc="lower left")
+        _finish(figure, axes, "cosine to the exact group gradient")
     return figure
 
 
 def pareto_front(table: pd.DataFrame, paper: str) -> Figure:
     """1 - cosine of the whole update against passes, log scale; the paper's recipe is ringed."""
-    etas = sorted(table["eta"].unique(), reverse=True)
     with _style():
-        figure = Figure(figsize=(4.2 * len(etas), 3.6), layout="constrained")
-        panels = figure.subplots(1, len(etas), sharey=True, squeeze=False)[0]
-        for axes, eta in zip(panels, etas, strict=True):
+        figure, panels = _panels(table)
+        for eta, axes in panels.items():
             part = table[(table["eta"] == eta) & table["best"]]
             for family in ("jagg", "spline", "causal"):
                 data = part[part["family"] == family].sort_values("passes")
@@ -93,8 +101,7 @@ def pareto_front(table: pd.DataFrame, paper: str) -> Figure:
             axes.plot(point["passes"], 1 - point["cosine"], "o", markersize=11, fillstyle="none", color="black")
             axes.set_title(f"eta {eta:g} (ring: the paper's recipe)")
             axes.set_xlabel("passes per update (exact: all trained steps)")
-        panels[0].set_ylabel("1 - cosine to the exact update")
-        panels[0].legend(fontsize=7)
+        _finish(figure, axes, "1 - cosine to the exact update")
     return figure
 
 

@@ -14,17 +14,19 @@ import torch
 from tqdm import tqdm
 
 from analysis import estimators
-from analysis.collect import CrossTable, collect_table, plan_gradients, reachable_pairs
+from analysis.collect import CrossTable, collect_table, gram_matrix, plan_gradients, reachable_pairs
 from analysis.estimators import Estimator, mean_of_draws
 from analysis.knots import PLANS, KnotSearch
 from analysis.similarity import similarity
 from analysis.statistics import leak_test
-from analysis.workload import Recipe, make_batch, rollout_seed, seeds_of
+from analysis.workload import Batch, Recipe, make_batch
 from jagg_core import ClippedSurrogate, dance_schedule
-from jagg_core.backbones import Backbone, check_backbone_name, load_backbone
+from jagg_core.backbones import check_backbone_name, load_backbone
+from jagg_core.checks import require_at_least
+from jagg_core.images import image_grid, png_bytes
 from jagg_core.plan import groups_of, routed_groups
 from jagg_core.records import Cell, Record, command_line, recorded, write_atomically
-from jagg_core.rewards import Reward, load_reward
+from jagg_core.rewards import load_reward
 from jagg_core.seeding import derive_seed
 
 PAST, FUTURE = 10, 4
@@ -32,6 +34,10 @@ PAST, FUTURE = 10, 4
 
 PARETO_PASSES = range(4, 15)
 METRICS = ("cosine", "rel_error", "norm_ratio")
+
+
+Knots = dict[str, dict[int, tuple[int, ...]]]
+"""By family and number of passes."""
 
 
 @dataclass(frozen=True)
@@ -62,14 +68,7 @@ class Reproduce:
     def __post_init__(self) -> None:
         for name in (self.backbone, *self.speed_backbones):
             check_backbone_name(name)
-        for name, low in (
-            ("calibration_batches", 1),
-            ("evaluation_batches", 2),
-            ("leak_batches", 3),
-            ("speed_rounds", 2),
-        ):
-            if getattr(self, name) < low:
-                raise ValueError(f"{name} must be at least {low}, found {getattr(self, name)}")
+        require_at_least(self, calibration_batches=1, evaluation_batches=2, leak_batches=3, speed_rounds=2)
         if not self.etas or any(not eta > 0 for eta in self.etas) or len(set(self.etas)) != len(self.etas):
             raise ValueError(f"etas must be positive and different, at least one, found {list(self.etas)}")
         if not self.windows or len(set(self.windows)) != len(self.windows):
@@ -80,7 +79,8 @@ class Reproduce:
         if not 0 < self.threshold < 1:
             raise ValueError(f"threshold must be between 0 and 1, found {self.threshold}")
         routed_groups(1, self.jagg_frac)
-        estimators.check_windows(self.windows, self.recipe.steps - 1)
+        for window in self.windows:
+            groups_of(self.recipe.steps - 1, window)
         if not isinstance(getattr(torch, self.dtype, None), torch.dtype):
             raise ValueError(f"dtype must name a torch dtype, found {self.dtype!r}")
 
@@ -91,50 +91,15 @@ def run(settings: Reproduce, out: Path) -> Record:
     Every cell that fails is recorded as failed, the others still run. Returns the record.
     """
     time_groups(settings, out)
-    recipe = settings.recipe
-    backbone = load_backbone(settings.backbone, settings.device, getattr(torch, settings.dtype))
-    reward = load_reward(settings.reward, dataset=backbone.dataset, device=settings.device)
-    sigmas = estimators.sigmas_of(dance_schedule(recipe.steps, recipe.shift))
-    record = Record(
-        kind="reproduce",
-        command=command_line(),
-        backbone=settings.backbone,
-        settings=asdict(settings),
-        seeds={
-            f"{purpose} eta={eta:g}": seeds_of(recipe, eta, purpose, range(count))
-            for eta in settings.etas
-            for purpose, count in (
-                ("calibration", settings.calibration_batches),
-                ("evaluation", settings.evaluation_batches),
-                ("leak", settings.leak_batches if eta == settings.etas[0] else 0),
-            )
-            if count
-        },
-        schedule=sigmas.tolist(),
-    )
-    path = out / "record.json"
+    job = _Job(settings, out)
     for eta in settings.etas:
-        knots: dict[str, dict[int, tuple[int, ...]]] = {}
-        with recorded(record.cells, f"eta={eta:g}/knots", eta=eta) as cell:
-            tables = collect_batches(settings, backbone, reward, eta, "calibration", settings.calibration_batches)
-            for family, make in tqdm(PLANS.items(), desc=f"search knots, eta {eta:g}"):
-                search = KnotSearch(tables, sigmas, make)
-                knots[family] = search.search()
-                cell.values[family] = {
-                    str(k): {"knots": list(v), "cosine": search.score(v)} for k, v in knots[family].items()
-                }
-        record.write(path)
-        if len(knots) < len(PLANS):
-            continue
-        evaluate(settings, backbone, reward, eta, knots, record)
-        record.write(path)
-        if eta == settings.etas[0]:
-            leak(settings, backbone, reward, eta, knots, record)
-            record.write(path)
-    with recorded(record.cells, "samples") as cell:
-        cell.values = contact_sheet(settings, backbone, reward, out / "samples.png")
-    record.write(path)
-    return record
+        knots = job.search_knots(eta)
+        if knots is not None:
+            job.evaluate(eta, knots)
+            if eta == settings.etas[0]:
+                job.test_leak(eta, knots)
+    job.contact_sheet()
+    return job.record
 
 
 def time_groups(settings: Reproduce, out: Path) -> None:
@@ -161,67 +126,123 @@ def time_groups(settings: Reproduce, out: Path) -> None:
             Record("group-speed", command_line(), name, {}, {}, cells=cells).write(target)
 
 
-def collect_batches(
-    settings: Reproduce, backbone: Backbone, reward: Reward, eta: float, purpose: str, count: int
-) -> list[CrossTable]:
-    """Cross-gradient tables of ``count`` rollout batches; batches without any advantage are left out.
+class _Job:
+    """A loaded backbone, its reward, and the record that grows; written after every part."""
 
-    Raises:
-        ValueError: no batch had any advantage.
-    """
-    tables = []
-    pairs = len(reachable_pairs(settings.recipe.steps - 1, PAST, FUTURE))
-    with tqdm(total=count * pairs, desc=f"{purpose} rollouts, eta {eta:g}", unit="pass") as bar:
-        for number in range(count):
-            batch = make_batch(backbone, reward, settings.recipe, eta, purpose, number)
-            if not batch.advantages.any():
-                bar.update(pairs)
-                continue
-            arguments = (batch.policy, batch.trajectory, batch.advantages, ClippedSurrogate())
-            tables.append(collect_table(*arguments, past=PAST, future=FUTURE, progress=bar.update))
-    if not tables:
-        raise ValueError(f"none of the {count} {purpose} batches has any advantage: the reward does not vary")
-    return tables
+    def __init__(self, settings: Reproduce, out: Path) -> None:
+        recipe = settings.recipe
+        self.settings = settings
+        self.out = out
+        self.backbone = load_backbone(settings.backbone, settings.device, getattr(torch, settings.dtype))
+        self.reward = load_reward(settings.reward, dataset=self.backbone.dataset, device=settings.device)
+        self.sigmas = dance_schedule(recipe.steps, recipe.shift)[:-2]
+        self.objective = ClippedSurrogate()
+        self.record = Record(
+            kind="reproduce",
+            command=command_line(),
+            backbone=settings.backbone,
+            settings=asdict(settings),
+            seeds={},
+            schedule=self.sigmas.tolist(),
+        )
 
+    def batch(self, eta: float, purpose: str, number: int) -> Batch:
+        """A rollout batch; its seed goes into the record."""
+        batch = make_batch(self.backbone, self.reward, self.settings.recipe, eta, purpose, number)
+        seeds = self.record.seeds.setdefault(f"{purpose} eta={eta:g}", [])
+        if batch.seed not in seeds:
+            seeds.append(batch.seed)
+        return batch
 
-def evaluate(
-    settings: Reproduce,
-    backbone: Backbone,
-    reward: Reward,
-    eta: float,
-    knots: dict[str, dict[int, tuple[int, ...]]],
-    record: Record,
-) -> None:
-    """A cell per estimator: similarity to exact on held-out rollouts, whole update and every group."""
-    cells: list[Cell] = []
-    with recorded(cells, f"eta={eta:g}/evaluation", eta=eta) as cell:
-        tables = collect_batches(settings, backbone, reward, eta, "evaluation", settings.evaluation_batches)
-        cell.values = {"batches": len(tables), "without_advantage": settings.evaluation_batches - len(tables)}
-    record.cells += cells
-    if cells[0].status != "ok":
-        return
-    sigmas = torch.tensor(record.schedule, dtype=torch.float64)
-    seed = derive_seed(settings.recipe.seed, "subsample")
-    main = estimators.headline(sigmas, settings.windows, settings.jagg_frac, knots, seed)
-    chosen = {e.name: e for e in estimators.pareto(sigmas, settings.windows, knots, PARETO_PASSES)}
-    chosen |= {e.name: e for e in main}
-    headline = {e.name for e in main}
-    for estimator in chosen.values():
-        with recorded(record.cells, f"eta={eta:g}/{estimator.name}", **describe(estimator), eta=eta) as cell:
-            cell.settings["headline"] = estimator.name in headline
-            cell.samples = judge(tables, estimator, settings.windows if estimator.name in headline else ())
+    def tables(self, eta: float, purpose: str, count: int) -> list[CrossTable]:
+        """Cross-gradient tables of ``count`` rollout batches; batches without any advantage are left out.
 
+        Raises:
+            ValueError: no batch had any advantage.
+        """
+        found = []
+        pairs = len(reachable_pairs(len(self.sigmas), PAST, FUTURE))
+        with tqdm(total=count * pairs, desc=f"{purpose} rollouts, eta {eta:g}", unit="pass") as bar:
+            for number in range(count):
+                batch = self.batch(eta, purpose, number)
+                if not batch.advantages.any():
+                    bar.update(pairs)
+                    continue
+                arguments = (batch.policy, batch.trajectory, batch.advantages, self.objective)
+                found.append(collect_table(*arguments, past=PAST, future=FUTURE, progress=bar.update))
+        if not found:
+            raise ValueError(f"none of the {count} {purpose} batches has any advantage: the reward does not vary")
+        return found
 
-def describe(estimator: Estimator) -> dict[str, object]:
-    """What the record says of an estimator."""
-    return {
-        "estimator": estimator.name,
-        "label": estimator.label,
-        "family": estimator.family,
-        "passes": estimator.passes,
-        "anticipating": estimator.anticipating,
-        **estimator.settings,
-    }
+    def search_knots(self, eta: float) -> Knots | None:
+        """Best knots on calibration rollouts; None if that failed."""
+        knots: Knots = {}
+        with recorded(self.record.cells, f"eta={eta:g}/knots", eta=eta) as cell:
+            tables = self.tables(eta, "calibration", self.settings.calibration_batches)
+            for family, make in tqdm(PLANS.items(), desc=f"search knots, eta {eta:g}"):
+                search = KnotSearch(tables, self.sigmas, make)
+                knots[family] = search.search()
+                cell.values[family] = {
+                    str(k): {"knots": list(v), "cosine": search.score(v)} for k, v in knots[family].items()
+                }
+        self.save()
+        return knots if len(knots) == len(PLANS) else None
+
+    def evaluate(self, eta: float, knots: Knots) -> None:
+        """A cell per estimator: similarity to exact on held-out rollouts, whole update and every group."""
+        settings, tables = self.settings, []
+        with recorded(self.record.cells, f"eta={eta:g}/evaluation", eta=eta) as cell:
+            tables = self.tables(eta, "evaluation", settings.evaluation_batches)
+            cell.values = {"batches": len(tables), "without_advantage": settings.evaluation_batches - len(tables)}
+        if tables:
+            seed = derive_seed(settings.recipe.seed, "subsample")
+            main = estimators.headline(self.sigmas, settings.windows, settings.jagg_frac, knots, seed)
+            chosen = {e.name: e for e in estimators.pareto(self.sigmas, settings.windows, knots, PARETO_PASSES)}
+            chosen |= {e.name: e for e in main}
+            headline = {e.name for e in main}
+            for estimator in chosen.values():
+                name = f"eta={eta:g}/{estimator.name}"
+                with recorded(self.record.cells, name, **estimator.describe(), eta=eta) as cell:
+                    cell.settings["headline"] = estimator.name in headline
+                    cell.samples = judge(tables, estimator, settings.windows if estimator.name in headline else ())
+        self.save()
+
+    def test_leak(self, eta: float, knots: Knots) -> None:
+        """Gradients with all advantages 1, of one estimator of every kind: is their mean zero within its noise?"""
+        settings = self.settings
+        seed = derive_seed(settings.recipe.seed, "leak", "subsample")
+        suspects = estimators.leak_suspects(self.sigmas, settings.windows, settings.jagg_frac, knots, seed)
+        plans = {e.name: e.plans[0] for e in suspects}
+        gradients: dict[str, list[torch.Tensor]] = {e.name: [] for e in suspects}
+        with recorded(self.record.cells, f"eta={eta:g}/leak", eta=eta):
+            for number in tqdm(range(settings.leak_batches), desc=f"leak test, eta {eta:g}", unit="batch"):
+                batch = self.batch(eta, "leak", number)
+                ones = torch.ones_like(batch.advantages)
+                found = plan_gradients(batch.policy, batch.trajectory, ones, self.objective, plans)
+                for name, gradient in found.items():
+                    gradients[name].append(gradient)
+        if self.record.cells[-1].status == "ok":
+            for estimator in suspects:
+                name = f"eta={eta:g}/leak/{estimator.name}"
+                with recorded(self.record.cells, name, **estimator.describe(), eta=eta) as cell:
+                    gram = gram_matrix(torch.stack(gradients[estimator.name]))
+                    cell.samples = {"gram": gram.flatten().tolist()}
+                    cell.values = asdict(leak_test(gram))
+        self.save()
+
+    def contact_sheet(self) -> None:
+        """Write one SDE rollout batch as a picture, a row per prompt."""
+        eta = self.settings.etas[0]
+        with recorded(self.record.cells, "samples", eta=eta) as cell:
+            batch = self.batch(eta, "evaluation", 0)
+            images = self.backbone.decode(batch.trajectory.final)
+            sheet = image_grid(images, columns=self.settings.recipe.samples)
+            write_atomically(self.out / "samples.png", png_bytes(sheet))
+            cell.values = {"prompts": batch.prompts, "rewards": batch.rewards.tolist(), "seed": batch.seed}
+        self.save()
+
+    def save(self) -> None:
+        self.record.write(self.out / "record.json")
 
 
 def judge(tables: list[CrossTable], estimator: Estimator, windows: tuple[int, ...]) -> dict[str, list[float | None]]:
@@ -238,52 +259,3 @@ def judge(tables: list[CrossTable], estimator: Estimator, windows: tuple[int, ..
                 value = mean_of_draws([getattr(f, metric) for f in found])
                 samples.setdefault(prefix + metric, []).append(value)
     return samples
-
-
-def leak(
-    settings: Reproduce,
-    backbone: Backbone,
-    reward: Reward,
-    eta: float,
-    knots: dict[str, dict[int, tuple[int, ...]]],
-    record: Record,
-) -> None:
-    """Gradients with all advantages 1, of one estimator of every kind: is their mean zero within its noise?"""
-    sigmas = torch.tensor(record.schedule, dtype=torch.float64)
-    seed = derive_seed(settings.recipe.seed, "leak", "subsample")
-    suspects = estimators.leak_suspects(sigmas, settings.windows, settings.jagg_frac, knots, seed)
-    plans = {e.name: e.plans[0] for e in suspects}
-    gradients: dict[str, list[torch.Tensor]] = {e.name: [] for e in suspects}
-    cells: list[Cell] = []
-    with recorded(cells, f"eta={eta:g}/leak", eta=eta):
-        for number in tqdm(range(settings.leak_batches), desc=f"leak test, eta {eta:g}", unit="batch"):
-            batch = make_batch(backbone, reward, settings.recipe, eta, "leak", number)
-            ones = torch.ones_like(batch.advantages)
-            found = plan_gradients(batch.policy, batch.trajectory, ones, ClippedSurrogate(), plans)
-            for name, gradient in found.items():
-                gradients[name].append(gradient)
-    record.cells += cells
-    if cells[0].status != "ok":
-        return
-    for estimator in suspects:
-        with recorded(record.cells, f"eta={eta:g}/leak/{estimator.name}", **describe(estimator), eta=eta) as cell:
-            stacked = torch.stack(gradients[estimator.name]).double()
-            gram = (stacked @ stacked.T).cpu().numpy()
-            cell.samples = {"gram": gram.flatten().tolist()}
-            cell.values = asdict(leak_test(gram))
-
-
-def contact_sheet(settings: Reproduce, backbone: Backbone, reward: Reward, path: Path) -> dict[str, object]:
-    """Write one SDE rollout batch as a picture, a row per prompt; returns prompts and rewards."""
-    from jagg_core.images import image_grid, png_bytes
-
-    eta = settings.etas[0]
-    batch = make_batch(backbone, reward, settings.recipe, eta, "evaluation", 0)
-    images = backbone.decode(batch.trajectory.final)
-    write_atomically(path, png_bytes(image_grid(images, columns=settings.recipe.samples)))
-    return {
-        "prompts": batch.prompts,
-        "rewards": batch.rewards.tolist(),
-        "seed": rollout_seed(settings.recipe, eta, "evaluation", 0),
-        "eta": eta,
-    }

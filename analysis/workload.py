@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -10,6 +9,7 @@ from torch import Tensor
 
 from jagg_core import DanceSDE, Trajectory, VelocityPolicy, dance_schedule, group_advantages, initial_latents, rollout
 from jagg_core.backbones import Backbone
+from jagg_core.checks import require_at_least
 from jagg_core.rewards import Reward, score
 from jagg_core.seeding import derive_seed, generator_for
 
@@ -30,9 +30,7 @@ class Recipe:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name, low in (("steps", 3), ("prompts", 1), ("samples", 2)):
-            if getattr(self, name) < low:
-                raise ValueError(f"{name} must be at least {low}, found {getattr(self, name)}")
+        require_at_least(self, steps=3, prompts=1, samples=2)
         dance_schedule(self.steps, self.shift)
 
     @property
@@ -45,6 +43,7 @@ class Recipe:
 class Batch:
     """One rollout batch with its rewards and per-prompt advantages, each ``[B]``."""
 
+    seed: int
     policy: VelocityPolicy
     trajectory: Trajectory
     prompts: list[str]
@@ -73,9 +72,4 @@ def make_batch(backbone: Backbone, reward: Reward, recipe: Recipe, eta: float, p
     latents = initial_latents(backbone.latent_shape, seed, range(recipe.batch)).to(backbone.device)
     trajectory = rollout(policy, dance_schedule(recipe.steps, recipe.shift), DanceSDE(eta), latents, seed)
     rewards = score(reward, backbone.decode(trajectory.final), prompts)
-    return Batch(policy, trajectory, prompts, rewards, group_advantages(rewards, prompt_ids.to(rewards.device)))
-
-
-def seeds_of(recipe: Recipe, eta: float, purpose: str, numbers: Sequence[int]) -> list[int]:
-    """Seeds of several batches, for the record."""
-    return [rollout_seed(recipe, eta, purpose, n) for n in numbers]
+    return Batch(seed, policy, trajectory, prompts, rewards, group_advantages(rewards, prompt_ids.to(rewards.device)))

@@ -25,6 +25,7 @@ from jagg_core import (
     rollout,
 )
 from jagg_core.backbones import Backbone, load_backbone
+from jagg_core.checks import require_at_least
 from jagg_core.objective import upstream_closed_form
 from jagg_core.records import Cell, Record, command_line, environment, recorded
 from jagg_core.seeding import derive_seed, generator_for
@@ -56,9 +57,7 @@ class GroupBench:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name, low in (("window", 2), ("batch", 1), ("rounds", 2), ("warmup", 1), ("steps", 3)):
-            if getattr(self, name) < low:
-                raise ValueError(f"{name} must be at least {low}, found {getattr(self, name)}")
+        require_at_least(self, window=2, batch=1, rounds=2, warmup=1, steps=3)
         if self.window > self.steps - 1:
             raise ValueError(f"window must be at most the {self.steps - 1} trained steps, found {self.window}")
 

@@ -38,11 +38,11 @@ class PixelSpec:
     patch: int
     mean: float
     std: float
-    heads: int
-    head_dim: int
-    double_blocks: int
-    single_blocks: int
-    rope_axes: tuple[int, int, int]
+    heads: int = 3
+    head_dim: int = 32
+    double_blocks: int = 2
+    single_blocks: int = 4
+    rope_axes: tuple[int, int, int] = (8, 12, 12)
     text_dim: int = 64
 
     @property
@@ -258,11 +258,6 @@ DIGITS_FLUX = PixelSpec(
     patch=2,
     mean=0.305,
     std=0.376,
-    heads=3,
-    head_dim=32,
-    double_blocks=2,
-    single_blocks=4,
-    rope_axes=(8, 12, 12),
 )
 
 PHOTOS_FLUX = PixelSpec(
@@ -274,9 +269,4 @@ PHOTOS_FLUX = PixelSpec(
     patch=4,
     mean=0.402,
     std=0.287,
-    heads=3,
-    head_dim=32,
-    double_blocks=2,
-    single_blocks=4,
-    rope_axes=(8, 12, 12),
 )

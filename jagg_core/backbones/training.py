@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from jagg_core.backbones.datasets import Crops, Labelled, digits, photos
 from jagg_core.backbones.pixel import PixelSpec, save_pixel_weights
+from jagg_core.checks import require_at_least
 
 
 @dataclass(frozen=True)
@@ -67,8 +68,7 @@ def train_pixel_backbone(
         ValueError: fewer than one step.
         FloatingPointError: the loss is not finite.
     """
-    if settings.steps < 1:
-        raise ValueError(f"steps must be at least 1, found {settings.steps}")
+    require_at_least(settings, steps=1, batch=1)
     data = training_data(spec)
     generator = torch.Generator().manual_seed(settings.seed)
     with torch.random.fork_rng(devices=[]):

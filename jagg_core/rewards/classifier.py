@@ -21,6 +21,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from jagg_core.backbones.datasets import PHOTOS, Crops, Labelled, digits, photos
+from jagg_core.checks import require_at_least
 from jagg_core.rewards.base import check_images
 
 HELD_OUT_SEED = 2**40
@@ -302,8 +303,7 @@ def train_classifier(
     spec = classifier_spec(dataset)
     recipe = RECIPES[dataset]
     settings = ClassifierTraining(**{**asdict(recipe), "steps": recipe.steps if steps is None else steps, "seed": seed})
-    if settings.steps < 1:
-        raise ValueError(f"steps must be at least 1, found {settings.steps}")
+    require_at_least(settings, steps=1)
     data: Crops | Labelled = digits("train") if dataset == "digits" else photos(spec.size)
     generator = torch.Generator().manual_seed(seed)
     with torch.random.fork_rng(devices=[]):

@@ -339,8 +339,7 @@ def test_a_window_may_not_cut_a_group(start: int, stop: int) -> None:
 
 # Rows of a batch on different steps
 
-ROWS = torch.stack([dance_schedule(26)[torch.tensor(steps)] for steps in (range(20), range(5, 25), range(0, 25))[:2]])
-ROWS = torch.cat([ROWS, torch.linspace(1, 0.05, T, dtype=torch.float64)[None]])
+ROWS = torch.stack([dance_schedule(26)[:20], dance_schedule(26)[5:25], torch.linspace(1, 0.05, T, dtype=torch.float64)])
 
 
 @pytest.mark.parametrize("name", [name for name in CONSTRUCTORS if name != "subsample"])

@@ -11,7 +11,8 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from matplotlib.figure import Figure
 
 from analysis import figures, tables
-from jagg_core.records import Record, RecordError, write_atomically
+from analysis.calibration import calibration, recommend
+from jagg_core.records import Record, RecordError, write_atomically, write_json
 
 
 def interval_text(row: Any, name: str, digits: int = 3) -> str:
@@ -105,15 +106,11 @@ def findings(record: Record, frames: dict[str, pd.DataFrame]) -> list[str]:
         causal = part[(part["family"] == "causal") & part["best"]].sort_values("passes")
         if len(paper) and len(causal):
             row = paper.iloc[0]
-            text = f"eta {eta:g}: the paper's recipe takes {row['passes']} of {steps} passes at cosine "
-            text += f"{interval_text(row, 'cosine', 4)}."
-            for target in (0.97, 0.99):
-                reached = causal[causal["cosine"] >= target]
-                if len(reached):
-                    best = reached.iloc[0]
-                    text += f" A causal plan reaches {target:g} with {best['passes']}: "
-                    text += f"{interval_text(best, 'cosine', 4)}."
-            said.append(text)
+            said.append(
+                f"eta {eta:g}: the paper's recipe takes {row['passes']} of {steps} passes at cosine "
+                f"{interval_text(row, 'cosine', 4)}."
+            )
+            said += [text for target in (0.97, 0.99) if (text := recommend(record, eta, target)) is not None]
             jagg = part[(part["family"] == "jagg") & part["best"]]
             both = jagg.merge(causal, on="passes", suffixes=("_jagg", "_causal"))
             below = both[both["cosine_causal"] < both["cosine_jagg"]]["passes"].tolist()
@@ -192,6 +189,9 @@ def write_report(run: Path) -> tuple[Path, dict[str, pd.DataFrame], list[str]]:
         sample_cell=next((c for c in record.cells if c.name == "samples" and c.status == "ok"), None),
     )
     write_atomically(run / "report.html", page.encode())
+    for eta in record.settings["etas"]:
+        if any(c.name == f"eta={eta:g}/knots" and c.status == "ok" for c in record.cells):
+            write_json(run / f"calibration-eta{eta:g}.json", calibration(record, eta))
     return run / "report.html", shown, said
 
 

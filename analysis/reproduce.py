@@ -179,6 +179,12 @@ class _Job:
         knots: Knots = {}
         with recorded(self.record.cells, f"eta={eta:g}/knots", eta=eta) as cell:
             tables = self.tables(eta, "calibration", self.settings.calibration_batches)
+            trajectory = self.batch(eta, "calibration", 0).trajectory
+            cell.values = {
+                "transition": repr(trajectory.transition),
+                "timestep_mode": trajectory.timestep_mode,
+                "signature": {k: v for k, v in trajectory.signature.items() if k not in ("prompts", "dtype")},
+            }
             for family, make in tqdm(PLANS.items(), desc=f"search knots, eta {eta:g}"):
                 search = KnotSearch(tables, self.sigmas, make)
                 knots[family] = search.search()

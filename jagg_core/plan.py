@@ -9,12 +9,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from pathlib import Path
 from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
+from jagg_core.records import RecordError, read_json
 from jagg_core.schedule import check_sigmas
+from jagg_core.trajectory import ReplayMismatch, Trajectory
 
 Weighting = Literal["sigma", "index"]
 
@@ -93,6 +96,41 @@ class Plan:
                     apart.append(other)
             parts = [*apart, (knots, steps)]
         return sorted((sorted(knots), sorted(steps)) for knots, steps in parts)
+
+    @classmethod
+    def from_calibration(
+        cls, path: Path | str, passes: int, *, family: str = "causal", trajectory: Trajectory | None = None
+    ) -> Plan:
+        """The calibrated plan with this many passes, from a ``calibration-*.json`` of ``analysis``.
+
+        ``trajectory``: a rollout that the plan will be used on. With it, a calibration of another schedule, kernel,
+        timestep mode, guidance or backbone is refused here; without it, another schedule is refused by the engine.
+
+        Raises:
+            RecordError: not a calibration file, or a damaged one.
+            ValueError: a family or number of passes that was not calibrated.
+            ReplayMismatch: the trajectory was made under other settings; names the first that differs.
+        """
+        data = read_json(Path(path))
+        if not isinstance(data, dict) or data.get("kind") != "calibration":
+            raise RecordError(f"{path}: not a calibration file")
+        try:
+            plans, sigmas = data["plans"], torch.tensor(data["schedule"], dtype=torch.float64)
+            made_with = {key: data[key] for key in ("transition", "timestep_mode", "signature")}
+        except (KeyError, TypeError) as error:
+            raise RecordError(f"{path}: damaged calibration file: {error}") from error
+        if family not in plans:
+            raise ValueError(f"family must be one of {sorted(plans)}, found {family!r}")
+        if str(passes) not in plans[family]:
+            raise ValueError(f"passes must be one of {sorted(map(int, plans[family]))}, found {passes}")
+        if trajectory is not None:
+            trajectory.require(sigmas=sigmas, signature=made_with["signature"])
+            ours = {"transition": repr(trajectory.transition), "timestep_mode": trajectory.timestep_mode}
+            for key, found in ours.items():
+                if found != made_with[key]:
+                    raise ReplayMismatch(f"{key}: calibrated with {made_with[key]}, the rollout used {found}")
+        make = {"causal": causal_plan, "spline": spline_plan}[family]
+        return make(sigmas, plans[family][str(passes)]["knots"])
 
     def window(self, start: int, stop: int) -> Plan:
         """The part of the plan on steps ``start .. stop - 1``, for a trajectory of only those.

@@ -569,8 +569,8 @@ def mixed_log_ratios(size: float = 0.05) -> Tensor:
     the range but on the side that is not clipped. Advantages are +, -, +, -.
     """
     log_ratios = torch.zeros(6, 4, dtype=torch.float64)
-    log_ratios[1, 0] = size
-    log_ratios[4, 1] = -size
+    log_ratios[2, 0] = size
+    log_ratios[3, 1] = -size
     log_ratios[:3, 2] = size
     log_ratios[2, 3] = size
     return log_ratios

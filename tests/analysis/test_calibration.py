@@ -1,0 +1,133 @@
+"""Calibration files: made from a record, loaded back as plans, refused where they do not belong."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from analysis.calibration import calibration, recommend
+from jagg_core import DanceSDE, Plan, ReplayMismatch, Trajectory, causal_plan, dance_schedule, rollout
+from jagg_core.records import Cell, Record, RecordError, write_json
+
+SIGMAS = dance_schedule(10)[:-2]
+METRICS = ("cosine", "rel_error", "norm_ratio")
+
+
+class Still:
+    """A field at rest that names its backbone."""
+
+    def velocity(self, latents: torch.Tensor, sigma: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        return torch.zeros_like(latents)
+
+    def signature(self) -> dict[str, str]:
+        return {"backbone": "still", "dtype": "float32"}
+
+
+def trajectory_of(steps: int = 10, eta: float = 0.7) -> Trajectory:
+    return rollout(Still(), dance_schedule(steps), DanceSDE(eta), torch.zeros(2, 3), seed=0)
+
+
+def judged(name: str, family: str, passes: int, cosines: list[float], **settings: object) -> Cell:
+    about = {"eta": 0.7, "estimator": name, "label": name, "family": family, "passes": passes, "anticipating": False}
+    samples = {metric: cosines for metric in METRICS}
+    if "window" in settings:
+        samples |= {f"w3.group{g}.{m}": [0.9 + 0.01 * g] * 3 for g in range(3) for m in METRICS}
+    return Cell(f"eta=0.7/{name}", settings={**about, "headline": "window" in settings, **settings}, samples=samples)
+
+
+@pytest.fixture
+def record() -> Record:
+    knots = {"causal": {"2": [0, 5], "4": [0, 3, 5, 7]}, "spline": {"3": [0, 4, 8]}}
+    values = {family: {k: {"knots": v, "cosine": 0.9} for k, v in found.items()} for family, found in knots.items()}
+    settings = {"transition": "DanceSDE(eta=0.7)", "timestep_mode": "float", "signature": {"backbone": "still"}}
+    cells = [
+        Cell("eta=0.7/knots", values={**values, **settings}),
+        judged("causal-2", "causal", 2, [0.95, 0.96, 0.97], knots=[0, 5]),
+        judged("causal-4", "causal", 4, [0.99, 0.992, 0.994], knots=[0, 3, 5, 7]),
+        judged("jagg-w3-f1", "jagg", 6, [0.98, 0.981, 0.982], window=3, jagg_frac=1.0),
+    ]
+    return Record(
+        kind="reproduce",
+        command=[],
+        backbone="still",
+        settings={"threshold": 0.9, "windows": [3], "etas": [0.7]},
+        seeds={"calibration eta=0.7": [1], "calibration eta=0.3": [2]},
+        schedule=SIGMAS.tolist(),
+        cells=cells,
+    )
+
+
+@pytest.fixture
+def path(record: Record, tmp_path: Path) -> Path:
+    data = calibration(record, 0.7)
+    write_json(tmp_path / "calibration.json", data)
+    return tmp_path / "calibration.json"
+
+
+def test_plan_comes_back(path: Path) -> None:
+    plan = Plan.from_calibration(path, passes=4, trajectory=trajectory_of())
+    expected = causal_plan(SIGMAS, [0, 3, 5, 7])
+    assert plan.knots == expected.knots
+    assert torch.equal(plan.weights, expected.weights)
+    assert plan.sigmas is not None
+    assert torch.equal(plan.sigmas, SIGMAS)
+
+
+def test_file_holds_groups_fraction_and_held_out_cosines(record: Record) -> None:
+    data = calibration(record, 0.7)
+    window = data["windows"]["3"]
+    assert window["jagg_frac"] == 1.0
+    # three whole groups of three steps, cosines as planted
+    assert [g["cosine"] for g in window["per_group"]] == pytest.approx([0.90, 0.91, 0.92])
+    assert data["plans"]["causal"]["4"]["held_out_cosine"]["value"] == pytest.approx(0.992)
+    assert data["plans"]["spline"]["3"]["held_out_cosine"] is None
+    assert data["seeds"] == {"calibration eta=0.7": [1]}
+    json.dumps(data, allow_nan=False)
+
+
+def test_refused_where_it_does_not_belong(path: Path) -> None:
+    for trajectory, word in (
+        (trajectory_of(steps=12), "sigmas"),
+        (trajectory_of(eta=0.3), "transition"),
+        (replace(trajectory_of(), signature={"backbone": "other"}), "backbone"),
+        (replace(trajectory_of(), timestep_mode="round"), "timestep_mode"),
+    ):
+        with pytest.raises(ReplayMismatch, match=word):
+            Plan.from_calibration(path, passes=4, trajectory=trajectory)
+
+
+def test_unknown_passes_family_and_files(path: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"passes must be one of \[2, 4\], found 3"):
+        Plan.from_calibration(path, passes=3)
+    with pytest.raises(ValueError, match="family must be one of"):
+        Plan.from_calibration(path, passes=4, family="exact")
+    (tmp_path / "other.json").write_text("{}")
+    with pytest.raises(RecordError, match="not a calibration file"):
+        Plan.from_calibration(tmp_path / "other.json", passes=4)
+    (tmp_path / "damaged.json").write_text('{"kind": "calibration"}')
+    with pytest.raises(RecordError, match="damaged"):
+        Plan.from_calibration(tmp_path / "damaged.json", passes=4)
+
+
+def test_no_knots_no_calibration(record: Record) -> None:
+    with pytest.raises(ValueError, match=r"no calibrated knots at eta 0\.3"):
+        calibration(record, 0.3)
+
+
+def test_recommendation_takes_the_fewest_passes_whose_lower_end_reaches(record: Record) -> None:
+    low = recommend(record, 0.7, 0.94)
+    assert low is not None
+    assert "with 2 of 9 passes, knots [0, 5]" in low
+    assert "needs 6" in low
+    high = recommend(record, 0.7, 0.985)
+    assert high is not None
+    assert "with 4 of 9 passes" in high
+    assert "the paper's rule does not reach it" in high
+    none = recommend(record, 0.7, 0.999)
+    assert none is not None
+    assert "no causal plan" in none
+    assert recommend(record, 0.3, 0.9) is None

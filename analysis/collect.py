@@ -18,7 +18,7 @@ from jagg_core import OffPolicyError, Plan, Trajectory, VelocityPolicy
 from jagg_core.objective import ClippedSurrogate, upstream_closed_form
 from jagg_core.trajectory import policy_signature, weights_version
 
-CHUNK = 2**18
+CHUNK = 2**16
 """Gradient elements per matrix product of the Gram matrix."""
 
 
@@ -47,10 +47,9 @@ class CrossTable:
         Raises:
             ValueError: the plan is for other steps, has per-sample weights, or needs a pair that was not collected.
         """
-        if plan.steps != self.steps or plan.weights.ndim != 2:
-            raise ValueError(
-                f"plan {plan.name!r} must have weights [K, {self.steps}], found {list(plan.weights.shape)}"
-            )
+        check_shared(plan, self.steps)
+        if plan.knot_sigmas is not None:
+            raise ValueError(f"plan {plan.name!r} has predicted knots, whose gradients the table does not hold")
         index = self.index
         weights = plan.weights.numpy()
         vector = np.zeros(len(self.pairs))
@@ -107,10 +106,9 @@ class _Differentiator:
         self.size = sum(p.numel() for p in self.parameters)
         self.rows = trajectory.rows.to(trajectory.latents.device)
 
-    def velocity(self, knot: int) -> Tensor:
+    def velocity(self, knot: int, sigma: Tensor | None = None) -> Tensor:
         with torch.enable_grad():
-            t = self.trajectory
-            return self.policy.velocity(t.latents[knot], t.told_sigma(knot), self.rows)
+            return self.policy.velocity(*self.trajectory.site(knot, sigma), self.rows)
 
     def pull_back(self, velocity: Tensor, upstream: Tensor, out: Tensor, last: bool) -> None:
         """Write the flat gradient, at least fp32, to ``out``."""
@@ -172,17 +170,33 @@ def collect_table(
 
 
 def gram_matrix(rows: Tensor) -> np.ndarray:
-    """Inner products of ``rows`` [n, P], accumulated over chunks in fp64: ``[n, n]``."""
+    """Inner products of ``rows`` [n, P], accumulated over chunks in fp64: ``[n, n]``.
+
+    Raises:
+        FloatingPointError: a row is not finite.
+    """
+    peak = torch.linalg.vector_norm(rows, ord=float("inf"), dim=1).to(torch.promote_types(rows.dtype, torch.float32))
+    if not torch.isfinite(peak).all():
+        raise FloatingPointError(f"gradient {int((~torch.isfinite(peak)).nonzero()[0])} of {len(rows)} is not finite")
+    # rows of at most 1: squares of fp32 gradients would overflow above 1e19 and vanish below 1e-23
+    peak = torch.where(peak > 0, peak, 1.0)[:, None]
     total = torch.zeros(len(rows), len(rows), dtype=torch.float64, device=rows.device)
     block = 64
     for start in range(0, rows.shape[1], CHUNK):
-        part = rows[:, start : start + CHUNK]
+        part = rows[:, start : start + CHUNK] / peak
         for top in range(0, len(rows), block):
             # the lower triangle follows by symmetry
             total[top : top + block, top:] += (part[top : top + block] @ part[top:].T).double()
-    gram = total.cpu().numpy()
+    gram = (total * peak.double() * peak.double().T).cpu().numpy()
     upper = np.triu(gram)
     return upper + np.triu(gram, 1).T
+
+
+def check_shared(plan: Plan, steps: int) -> None:
+    """Raise ValueError unless the plan is for ``steps`` steps, with weights that all samples share."""
+    shared = plan.weights.ndim == 2 and (plan.knot_sigmas is None or plan.knot_sigmas.ndim == 1)
+    if plan.steps != steps or not shared:
+        raise ValueError(f"plan {plan.name!r} must have weights [K, {steps}], found {list(plan.weights.shape)}")
 
 
 def plan_gradients(
@@ -196,13 +210,12 @@ def plan_gradients(
 
     Raises:
         OffPolicyError: the policy's weights are not the rollout's.
+        ReplayMismatch: a plan for another schedule.
         ValueError: a plan for other steps, or with per-sample weights.
     """
-    for name, plan in plans.items():
-        if plan.steps != trajectory.steps or plan.weights.ndim != 2:
-            raise ValueError(
-                f"plan {name!r} must have weights [K, {trajectory.steps}], found {list(plan.weights.shape)}"
-            )
+    for plan in plans.values():
+        check_shared(plan, trajectory.steps)
+        trajectory.require(sigmas=plan.sigmas)
     upstream = on_policy_upstream(policy, trajectory, advantages, objective)
     differentiator = _Differentiator(policy, trajectory)
     device = trajectory.latents.device
@@ -210,13 +223,15 @@ def plan_gradients(
     totals = {name: torch.zeros(differentiator.size, dtype=dtype, device=device) for name in plans}
     buffer = torch.empty(differentiator.size, dtype=dtype, device=device)
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        for knot in sorted({k for plan in plans.values() for k in plan.knots}):
-            users: dict[tuple[float, ...], list[str]] = {}
-            for name, plan in plans.items():
-                if knot in plan.knots:
-                    weights = tuple(plan.weights[plan.knots.index(knot)].tolist())
-                    users.setdefault(weights, []).append(name)
-            velocity = differentiator.velocity(knot)
+        sites: dict[tuple[int, float | None], dict[tuple[float, ...], list[str]]] = {}
+        for name, plan in plans.items():
+            for i, knot in enumerate(plan.knots):
+                sigma = plan.knot_sigma(i)
+                users = sites.setdefault((knot, None if sigma is None else float(sigma)), {})
+                users.setdefault(tuple(plan.weights[i].tolist()), []).append(name)
+        for (knot, moved), users in sites.items():
+            sigma = None if moved is None else torch.tensor(moved, dtype=torch.float64)
+            velocity = differentiator.velocity(knot, sigma)
             for n, (weights, names) in enumerate(users.items()):
                 aggregated = torch.zeros_like(upstream[0])
                 for step in np.flatnonzero(np.array(weights)):

@@ -95,12 +95,11 @@ def headline(
     for window in windows:
         for frac in dict.fromkeys((jagg_frac, 1.0)):
             chosen += [grouped(sigmas, family, window, frac) for family in ("jagg", "jagg-index", "endpoint")]
-    budgets = sorted({e.passes for e in chosen} | {5}, reverse=True)
+    budgets = sorted({e.passes for e in chosen} | {min(5, sigmas.shape[-1])}, reverse=True)
     for passes in budgets:
         chosen.append(subsampled(sigmas, passes, seed))
         chosen += [with_knots(sigmas, f, knots[f][passes]) for f in ("spline", "causal") if passes in knots[f]]
-    unique = {e.name: e for e in chosen if e.passes <= sigmas.shape[-1]}
-    return list(unique.values())
+    return list({e.name: e for e in chosen}.values())
 
 
 def pareto(

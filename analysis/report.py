@@ -113,7 +113,7 @@ def findings(record: Record, frames: dict[str, pd.DataFrame]) -> list[str]:
             said += [text for target in (0.97, 0.99) if (text := recommend(record, eta, target)) is not None]
             jagg = part[(part["family"] == "jagg") & part["best"]]
             both = jagg.merge(causal, on="passes", suffixes=("_jagg", "_causal"))
-            below = both[both["cosine_causal"] < both["cosine_jagg"]]["passes"].tolist()
+            below = both[both["cosine_causal"] < both["cosine_jagg"]]["passes"].unique().tolist()
             where = f"except at {', '.join(map(str, below))} passes" if below else "at every one of them"
             said.append(
                 f"eta {eta:g}: against the paper's rule with its best window and fraction at the same number of passes "
@@ -137,7 +137,7 @@ def findings(record: Record, frames: dict[str, pd.DataFrame]) -> list[str]:
         ]
         text = f"Speed, one group on {name} against exact: {'; '.join(shown)}."
         if {"exact", "exact-bare"} <= by_arm.keys():
-            overhead = 1 - 1 / (by_arm["exact"]["total_s"] / by_arm["exact-bare"]["total_s"])
+            overhead = by_arm["exact"]["total_s"] / by_arm["exact-bare"]["total_s"] - 1
             text += f" Engine over its bare model calls: {overhead * 100:+.1f} %."
         said.append(text)
     return said

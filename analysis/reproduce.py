@@ -5,6 +5,7 @@ Computes and stores; `analysis.report` draws from what is stored.
 
 from __future__ import annotations
 
+import math
 import subprocess
 import sys
 from dataclasses import asdict, dataclass, field
@@ -19,7 +20,7 @@ from analysis.estimators import Estimator, mean_of_draws
 from analysis.knots import PLANS, KnotSearch
 from analysis.similarity import similarity
 from analysis.statistics import leak_test
-from analysis.workload import Batch, Recipe, make_batch
+from analysis.workload import Batch, Recipe, check_prompts, make_batch
 from jagg_core import ClippedSurrogate, dance_schedule
 from jagg_core.backbones import check_backbone_name, load_backbone
 from jagg_core.checks import require_at_least
@@ -68,8 +69,13 @@ class Reproduce:
     def __post_init__(self) -> None:
         for name in (self.backbone, *self.speed_backbones):
             check_backbone_name(name)
-        require_at_least(self, calibration_batches=1, evaluation_batches=2, leak_batches=3, speed_rounds=2)
-        if not self.etas or any(not eta > 0 for eta in self.etas) or len(set(self.etas)) != len(self.etas):
+        require_at_least(self, calibration_batches=1, evaluation_batches=2, leak_batches=3)
+        require_at_least(self, speed_rounds=2, speed_batch=1, speed_window=2)
+        if self.speed_window > self.recipe.steps - 1:
+            raise ValueError(
+                f"speed_window must be at most the {self.recipe.steps - 1} trained steps, found {self.speed_window}"
+            )
+        if not self.etas or any(not 0 < eta < math.inf for eta in self.etas) or len(set(self.etas)) != len(self.etas):
             raise ValueError(f"etas must be positive and different, at least one, found {list(self.etas)}")
         if not self.windows or len(set(self.windows)) != len(self.windows):
             raise ValueError(f"windows must be different, at least one, found {list(self.windows)}")
@@ -81,8 +87,8 @@ class Reproduce:
         routed_groups(1, self.jagg_frac)
         for window in self.windows:
             groups_of(self.recipe.steps - 1, window)
-        if not isinstance(getattr(torch, self.dtype, None), torch.dtype):
-            raise ValueError(f"dtype must name a torch dtype, found {self.dtype!r}")
+        if self.dtype not in ("float64", "float32", "bfloat16", "float16"):
+            raise ValueError(f"dtype must be float64, float32, bfloat16 or float16, found {self.dtype!r}")
 
 
 def run(settings: Reproduce, out: Path) -> Record:
@@ -90,8 +96,8 @@ def run(settings: Reproduce, out: Path) -> Record:
 
     Every cell that fails is recorded as failed, the others still run. Returns the record.
     """
-    time_groups(settings, out)
     job = _Job(settings, out)
+    time_groups(settings, out)
     for eta in settings.etas:
         knots = job.search_knots(eta)
         if knots is not None:
@@ -134,6 +140,7 @@ class _Job:
         self.settings = settings
         self.out = out
         self.backbone = load_backbone(settings.backbone, settings.device, getattr(torch, settings.dtype))
+        check_prompts(recipe, self.backbone)
         self.reward = load_reward(settings.reward, dataset=self.backbone.dataset, device=settings.device)
         self.sigmas = dance_schedule(recipe.steps, recipe.shift)[:-2]
         self.objective = ClippedSurrogate()

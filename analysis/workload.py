@@ -56,14 +56,19 @@ def rollout_seed(recipe: Recipe, eta: float, purpose: str, number: int) -> int:
     return derive_seed(recipe.seed, "rollout", repr(eta), purpose, number)
 
 
+def check_prompts(recipe: Recipe, backbone: Backbone) -> None:
+    """Raise ValueError unless the backbone has as many prompts as a batch draws."""
+    if recipe.prompts > len(backbone.prompts):
+        raise ValueError(f"prompts must be at most {len(backbone.prompts)} for {backbone.name}, found {recipe.prompts}")
+
+
 def make_batch(backbone: Backbone, reward: Reward, recipe: Recipe, eta: float, purpose: str, number: int) -> Batch:
     """Draw prompts, roll out, score, and centre the advantages per prompt.
 
     Raises:
         ValueError: more prompts per batch than the backbone has.
     """
-    if recipe.prompts > len(backbone.prompts):
-        raise ValueError(f"prompts must be at most {len(backbone.prompts)} for {backbone.name}, found {recipe.prompts}")
+    check_prompts(recipe, backbone)
     seed = rollout_seed(recipe, eta, purpose, number)
     chosen = torch.randperm(len(backbone.prompts), generator=generator_for(seed, "prompts"))[: recipe.prompts]
     prompt_ids = chosen.repeat_interleave(recipe.samples)

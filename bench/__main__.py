@@ -40,7 +40,7 @@ def main(argv: list[str] | None = None) -> None:
         settings = GroupBench(**{f.name: getattr(arguments, f.name) for f in fields(GroupBench)})
         with tqdm(total=settings.rounds + 8, desc=f"time {settings.backbone}") as bar:
             record = run_group_bench(settings, progress=lambda _: bar.update())
-    except ValueError as error:
+    except (ValueError, FileNotFoundError) as error:
         top.error(str(error))
     record.write(arguments.out)
     for cell in record.cells:

@@ -24,7 +24,7 @@ from jagg_core import (
     jagg_plan,
     rollout,
 )
-from jagg_core.backbones import Backbone, load_backbone
+from jagg_core.backbones import Backbone, check_backbone_name, load_backbone
 from jagg_core.checks import require_at_least
 from jagg_core.objective import upstream_closed_form
 from jagg_core.records import Cell, Record, command_line, environment, recorded
@@ -57,9 +57,15 @@ class GroupBench:
     seed: int = 0
 
     def __post_init__(self) -> None:
+        check_backbone_name(self.backbone)
         require_at_least(self, window=2, batch=1, rounds=2, warmup=1, steps=3)
         if self.window > self.steps - 1:
             raise ValueError(f"window must be at most the {self.steps - 1} trained steps, found {self.window}")
+        DanceSDE(self.eta)
+        dance_schedule(self.steps, self.shift)
+        if getattr(torch, self.dtype, None) not in TOLERANCE:
+            names = [str(dtype).removeprefix("torch.") for dtype in TOLERANCE]
+            raise ValueError(f"dtype must be one of {names}, found {self.dtype!r}")
 
 
 @dataclass(frozen=True)
@@ -97,7 +103,7 @@ def plain_gradient(
         aggregated = torch.zeros_like(upstream[0])
         for j in range(plan.steps):
             aggregated += float(plan.weights[i, j]) * upstream[j]
-        velocity = policy.velocity(trajectory.latents[knot], trajectory.told_sigma(knot), rows)
+        velocity = policy.velocity(*trajectory.site(knot, plan.knot_sigma(i)), rows)
         found = torch.autograd.grad(velocity, parameters, aggregated.to(velocity.dtype), allow_unused=True)
         for sums, gradient in zip(total, found, strict=True):
             if gradient is not None:

@@ -61,7 +61,7 @@ def write_samples(arguments: argparse.Namespace) -> None:
     """
     if arguments.count < 1:
         raise ValueError(f"count must be at least 1, found {arguments.count}")
-    if arguments.eta < 0:
+    if not arguments.eta >= 0:
         raise ValueError(f"eta must be at least 0, found {arguments.eta}")
     sigmas = dance_schedule(arguments.steps, arguments.shift)
     backbone = load_backbone(arguments.backbone, arguments.device)

@@ -206,6 +206,11 @@ class _Update:
                 "upstream='closed_form' is legal only on policy, but the weights changed since the rollout: "
                 "use upstream='autograd'"
             )
+        if upstream == "closed_form" and self.on_policy is None and self.plan.knot_sigmas is not None:
+            raise OffPolicyError(
+                "upstream='closed_form' with predicted knots needs a policy with parameters(), also at the rollout: "
+                "away from the rollout's states there is no ratio to check"
+            )
         self.upstream = upstream if upstream != "auto" else ("closed_form" if self.on_policy else "autograd")
         self.routing = self.upstream == "autograd" and self.partly_clipped == "exact"
         fitting = self.plan.passes if max_rows is None else max_rows // batch
@@ -238,19 +243,25 @@ class _Update:
         else:
             feeding = self.used[bundle].any(0).nonzero().flatten().tolist()
         unknown = [j for j in feeding if j not in self.known]
+        # a predicted knot is not a state of the rollout: its velocity says nothing of its step
+        at_states = knots if self.plan.knot_sigmas is None else []
 
         # phase 1: forwards, first those without a graph
         if self.upstream == "autograd":
-            for some in self._in_passes([j for j in unknown if j not in knots]):
+            for some in self._in_passes([j for j in unknown if j not in at_states]):
                 with torch.no_grad():
-                    self._learn(some, dict(zip(some, self._velocities(some), strict=True)))
-        velocities = [v for some in self._in_passes(knots) for v in self._velocities(some)]
+                    sites = [self.trajectory.site(j) for j in some]
+                    self._learn(some, dict(zip(some, self._velocities(sites), strict=True)))
+        velocities = []
+        for positions in self._in_passes(bundle):
+            sites = [self.trajectory.site(self.plan.knots[i], self.plan.knot_sigma(i)) for i in positions]
+            velocities += self._velocities(sites)
 
         # phase 2: upstream gradients
         if self.upstream == "autograd":
-            self._learn([k for k in knots if k in unknown], dict(zip(knots, velocities, strict=True)))
+            self._learn([k for k in at_states if k in unknown], dict(zip(knots, velocities, strict=True)))
         else:
-            self._check_on_policy(knots, velocities)
+            self._check_on_policy(at_states, velocities)
             self._learn(unknown, None)
         self._check_finite(unknown)
         if self.routing:
@@ -273,19 +284,18 @@ class _Update:
         for start in range(0, len(steps), self.knots_per_pass):
             yield list(steps[start : start + self.knots_per_pass])
 
-    def _velocities(self, steps: list[int], members: Tensor | None = None) -> list[Tensor]:
-        """Velocities at ``steps`` in one call; of all samples, or of ``members`` only."""
-        t = self.trajectory
+    def _velocities(self, sites: list[tuple[Tensor, Tensor]], members: Tensor | None = None) -> list[Tensor]:
+        """Velocities at ``sites`` (see `Trajectory.site`) in one call; of all samples, or of ``members`` only."""
         keep = slice(None) if members is None else members
         with self._phase("forward"):
-            latents = torch.cat([t.latents[j][keep] for j in steps]) if len(steps) > 1 else t.latents[steps[0]][keep]
-            told = torch.cat([t.told_sigma(j)[keep] for j in steps])
-            rows = self.rows[keep].repeat(len(steps))
+            latents = torch.cat([z[keep] for z, _ in sites]) if len(sites) > 1 else sites[0][0][keep]
+            told = torch.cat([sigma[keep] for _, sigma in sites])
+            rows = self.rows[keep].repeat(len(sites))
             velocity = self.policy.velocity(latents, told, rows)
             if velocity.shape != latents.shape:
                 raise ValueError(f"velocity must have shape {list(latents.shape)}, found {list(velocity.shape)}")
-            self.forwards += len(steps)
-        return [velocity] if len(steps) == 1 else list(velocity.chunk(len(steps)))
+            self.forwards += len(sites)
+        return [velocity] if len(sites) == 1 else list(velocity.chunk(len(sites)))
 
     def _learn(self, steps: list[int], velocities: dict[int, Tensor] | None) -> None:
         """Upstream gradients of ``steps`` from their velocities, or in closed form without."""
@@ -319,6 +329,8 @@ class _Update:
             )
 
     def _check_on_policy(self, knots: list[int], velocities: list[Tensor]) -> None:
+        if not knots:
+            return
         for knot, velocity in zip(knots, velocities, strict=True):
             log_prob = step_log_prob(self.trajectory, knot, velocity.detach().to(self.trajectory.latents.dtype))
             self.log_ratios[knot] = log_prob - self.trajectory.log_probs[knot]
@@ -351,7 +363,7 @@ class _Update:
                 self.weights = self.weights.expand(self.trajectory.batch, -1, -1).clone()
             for i in positions:
                 self.weights[mixed, i] = 0
-                if self.plan.knots[i] in steps:
+                if self.plan.knot_sigmas is None and self.plan.knots[i] in steps:
                     self.weights[mixed, i, self.plan.knots[i]] = 1
                     self.used[i, self.plan.knots[i]] = True
 
@@ -365,9 +377,10 @@ class _Update:
         # a rank without such samples joins with one sample of weight zero, to keep collectives in step
         members = mixed.nonzero().flatten() if here else torch.zeros(1, dtype=torch.long, device=mixed.device)
         weight = self.scale if here else 0.0
-        knots = {self.plan.knots[i] for i in positions}
-        for step in [j for j in steps if j not in knots]:
-            self._backward(self._velocities([step], members), [weight * self.known[step].gradient[members]])
+        done = {self.plan.knots[i] for i in positions} if self.plan.knot_sigmas is None else set()
+        for step in [j for j in steps if j not in done]:
+            velocity = self._velocities([self.trajectory.site(step)], members)
+            self._backward(velocity, [weight * self.known[step].gradient[members]])
             self.passes += 1
 
     def _aggregate(self, position: int) -> Tensor:
@@ -380,6 +393,8 @@ class _Update:
     def _backward(self, velocities: list[Tensor], totals: list[Tensor]) -> None:
         if not all(v.requires_grad for v in velocities):
             raise ValueError("policy: the velocity has no graph; do its parameters require gradients?")
+        if self.plan.knot_sigmas is not None and not all(torch.isfinite(v).all() for v in velocities):
+            raise FloatingPointError("the velocity is not finite at one of the predicted knots")
         with self._phase("backward"):
             torch.autograd.backward(velocities, [u.to(v.dtype) for v, u in zip(velocities, totals, strict=True)])
         self.backward_calls += 1
@@ -394,11 +409,13 @@ class _Update:
         self.seconds[name] += self.clock() - start
 
     def report(self) -> Report:
-        log_ratio = torch.stack(list(self.log_ratios.values()))
+        # predicted knots in closed form evaluate no ratio: it is 1 by the weights
+        ratios = self.log_ratios or {step: found.log_ratio for step, found in self.known.items()}
+        log_ratio = torch.stack(list(ratios.values()))
         magnitude = log_ratio.abs().flatten()
         clip = self.objective.clip_range
         outside = ((log_ratio.exp() - 1).abs() > clip).double()
-        first = outside[list(self.log_ratios).index(min(self.log_ratios))]
+        first = outside[list(ratios).index(min(ratios))]
         figures = {
             "loss": self.scale * torch.stack([u.loss for u in self.known.values()]).sum(),
             "log_ratio_mean": log_ratio.mean(),

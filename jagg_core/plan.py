@@ -7,7 +7,7 @@ spread over them: ``G = sum_i J_{k_i}^T sum_j w[i, j] s_j``.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Literal, get_args
@@ -29,6 +29,8 @@ class Plan:
     Attributes:
         knots: increasing step indices, K of them. One pass (forward and backward) each.
         weights: ``[K, T]``, or ``[B, K, T]`` where samples differ. fp64 on the CPU.
+        knot_sigmas: where the Jacobian of each knot is taken, ``[K]`` or ``[B, K]``: the state is carried there from
+            the knot along the rollout's own velocity. None: at the knots themselves.
         sigmas: the schedule the weights were made for, ``[T]`` or ``[B, T]``; checked at replay. None: any.
         name: for reports.
 
@@ -40,6 +42,7 @@ class Plan:
     weights: Tensor
     sigmas: Tensor | None = None
     name: str = "plan"
+    knot_sigmas: Tensor | None = None
 
     def __post_init__(self) -> None:
         knots = tuple(int(k) for k in self.knots)
@@ -54,6 +57,13 @@ class Plan:
         check_knots(knots, self.steps)
         if not torch.isfinite(weights).all():
             raise ValueError("weights must be finite")
+        if self.knot_sigmas is not None:
+            sites = self.knot_sigmas.detach().to(device="cpu", dtype=torch.float64)
+            if sites.ndim not in (1, 2) or sites.shape[-1] != len(knots) or not ((sites >= 0) & (sites <= 1)).all():
+                raise ValueError(
+                    f"knot_sigmas must be [K] or [B, K] in [0, 1], K = {len(knots)}, found {sites.tolist()}"
+                )
+            object.__setattr__(self, "knot_sigmas", sites)
         if self.sigmas is not None:
             sigmas = check_sigmas(self.sigmas)
             if sigmas.shape[-1] != self.steps:
@@ -69,6 +79,10 @@ class Plan:
     def passes(self) -> int:
         """Number of differentiated forwards and of backwards, K."""
         return len(self.knots)
+
+    def knot_sigma(self, position: int) -> Tensor | None:
+        """Where the Jacobian of the knot at ``position`` is taken: a scalar or ``[B]``; None: at the knot itself."""
+        return None if self.knot_sigmas is None else self.knot_sigmas[..., position]
 
     @property
     def used(self) -> Tensor:
@@ -129,8 +143,8 @@ class Plan:
             for key, found in ours.items():
                 if found != made_with[key]:
                     raise ReplayMismatch(f"{key}: calibrated with {made_with[key]}, the rollout used {found}")
-        make = {"causal": causal_plan, "spline": spline_plan}[family]
-        return make(sigmas, plans[family][str(passes)]["knots"])
+        knots = plans[family][str(passes)]["knots"]
+        return causal_plan(sigmas, knots) if family == "causal" else spline_plan(sigmas, knots)
 
     def window(self, start: int, stop: int) -> Plan:
         """The part of the plan on steps ``start .. stop - 1``, for a trajectory of only those.
@@ -149,6 +163,7 @@ class Plan:
             self.weights[..., inside, start:stop],
             None if self.sigmas is None else self.sigmas[..., start:stop],
             self.name,
+            None if self.knot_sigmas is None else self.knot_sigmas[..., inside],
         )
 
 
@@ -295,8 +310,11 @@ def spline_plan(sigmas: Tensor, knots: Sequence[int], outside: Literal["constant
     return _from_matrix(matrix, knots, sigmas, "spline")
 
 
-def causal_plan(sigmas: Tensor, knots: Sequence[int]) -> Plan:
+def causal_plan(sigmas: Tensor, knots: Sequence[int], predict: bool = False) -> Plan:
     """Every step takes the last knot at or before it; steps before the first knot take that one ("lead-in").
+
+    With ``predict`` each knot's Jacobian is taken at the mean sigma of the steps that it serves, at the state that the
+    rollout's own velocity reaches from the knot: still causal, and no extra pass.
 
     With first knot 0 no knot's state contains the noise of a step that it serves: with advantages that do not depend on
     the noise the expected gradient is zero, as the exact one's is.
@@ -311,4 +329,8 @@ def causal_plan(sigmas: Tensor, knots: Sequence[int]) -> Plan:
     matrix = torch.zeros(steps, steps, dtype=torch.float64)
     for step in range(steps):
         matrix[max([k for k in knots if k <= step], default=knots[0]), step] = 1
-    return _from_matrix(matrix, knots, sigmas, "causal")
+    plan = _from_matrix(matrix, knots, sigmas, "causal")
+    if not predict:
+        return plan
+    sites = (plan.weights @ sigmas[..., None]).squeeze(-1) / plan.weights.sum(-1)
+    return replace(plan, knot_sigmas=sites, name="causal-predicted")

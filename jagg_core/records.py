@@ -168,7 +168,7 @@ def read_json(path: Path) -> Any:
 
     try:
         return json.loads(path.read_text(), parse_constant=refuse)
-    except json.JSONDecodeError as error:
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise RecordError(f"{path}: not JSON, perhaps truncated: {error}") from error
 
 
@@ -240,6 +240,9 @@ def git_state(checkout: Path) -> dict[str, Any]:
         return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
 
     try:
+        # an installed package may lie inside somebody else's repository
+        if Path(git("rev-parse", "--show-toplevel")).resolve() != checkout.resolve():
+            return {"commit": None, "dirty": None}
         return {"commit": git("rev-parse", "HEAD"), "dirty": bool(git("status", "--porcelain", "--untracked-files=no"))}
     except (OSError, subprocess.SubprocessError):
         return {"commit": None, "dirty": None}

@@ -85,6 +85,24 @@ class Trajectory:
         scale = self.transition.coefficients(self.sigma(step), self.next_sigma(step)).scale
         return self.next_latents[step] - expand(scale, self.noise[step]) * self.noise[step]
 
+    def velocity(self, step: int) -> Tensor:
+        """The rollout's own velocity at ``step``, ``[B, *D]``, recovered from the stored step without a forward."""
+        a, b, _ = self.transition.coefficients(self.sigma(step), self.next_sigma(step))
+        latents = self.latents[step]
+        return (self.mean(step) - expand(a, latents) * latents) / expand(b, latents)
+
+    def site(self, step: int, sigma: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Where a Jacobian is taken for ``step``: latents ``[B, *D]`` and what the network is told, ``[B]``.
+
+        With ``sigma`` (a scalar or ``[B]``) the state is carried there along the rollout's own velocity.
+        """
+        latents = self.latents[step]
+        if sigma is None:
+            return latents, self.told_sigma(step)
+        told = network_sigma(sigma, self.timestep_mode).expand(self.batch)
+        moved = latents + expand(sigma - self.sigma(step), latents) * self.velocity(step)
+        return moved, told.to(device=latents.device, dtype=latents.dtype)
+
     def select(self, steps: Sequence[int] | Tensor) -> Trajectory:
         """Only some steps: ``[S]`` for all samples alike, or ``[B, S]`` for each its own; increasing.
 

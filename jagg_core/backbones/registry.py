@@ -102,11 +102,15 @@ def load_backbone(name: str, device: torch.device | str = "cpu", dtype: torch.dt
     """Load a backbone in eval mode.
 
     Raises:
-        ValueError: unknown name, or a dtype that is not floating point.
+        ValueError: unknown name, a dtype that is not floating point, or a device that cannot be used here.
     """
     check_backbone_name(name)
     if not dtype.is_floating_point:
         raise ValueError(f"dtype must be floating point, found {dtype}")
+    try:
+        torch.empty(0, device=device)
+    except (AssertionError, RuntimeError) as error:
+        raise ValueError(f"device {str(device)!r} cannot be used here: {error}") from error
     return _REGISTRY[name].load(device, dtype)
 
 

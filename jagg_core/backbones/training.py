@@ -76,8 +76,10 @@ def train_pixel_backbone(
         module = make_module(spec).train()
     averaged = deepcopy(module).eval().requires_grad_(False)
     optimizer = torch.optim.AdamW(module.parameters(), lr=settings.learning_rate, weight_decay=1e-2)
+    # OneCycleLR divides by pct_start * total_steps - 1, which must not vanish
+    pct_start = 0.1 if settings.steps > 10 else 0.3
     schedule = torch.optim.lr_scheduler.OneCycleLR(
-        optimizer, max_lr=settings.learning_rate, total_steps=settings.steps, pct_start=0.1
+        optimizer, max_lr=settings.learning_rate, total_steps=settings.steps, pct_start=pct_start
     )
     losses: list[float] = []
     for step in range(settings.steps):

@@ -29,12 +29,14 @@ class CrossTable:
     Attributes:
         steps: trained steps T.
         pairs: the (i, j) that were collected, in order.
-        gram: ``[len(pairs), len(pairs)]``, fp64.
+        gram: inner products of the pairs and then of the ``predicted`` plans, ``[n, n]``, fp64.
+        predicted: knots of the plans with predicted knots whose whole gradients were collected as well.
     """
 
     steps: int
     pairs: tuple[tuple[int, int], ...]
     gram: np.ndarray
+    predicted: tuple[tuple[int, ...], ...] = ()
 
     @cached_property
     def index(self) -> dict[tuple[int, int], int]:
@@ -42,17 +44,21 @@ class CrossTable:
         return {pair: n for n, pair in enumerate(self.pairs)}
 
     def vector(self, plan: Plan, steps: Sequence[int] | None = None) -> np.ndarray:
-        """The plan's gradient as coefficients over ``pairs``; of the contributions of ``steps`` only, if given.
+        """The plan's gradient as coefficients over the rows of ``gram``; of contributions of ``steps`` only, if given.
 
         Raises:
             ValueError: the plan is for other steps, has per-sample weights, or needs a pair that was not collected.
         """
         check_shared(plan, self.steps)
-        if plan.knot_sigmas is not None:
-            raise ValueError(f"plan {plan.name!r} has predicted knots, whose gradients the table does not hold")
         index = self.index
         weights = plan.weights.numpy()
-        vector = np.zeros(len(self.pairs))
+        vector = np.zeros(len(self.gram))
+        if plan.knot_sigmas is not None:
+            if plan.knots not in self.predicted or steps is not None:
+                what = "step by step" if plan.knots in self.predicted else f"at knots {plan.knots}"
+                raise ValueError(f"plan {plan.name!r}: its predicted knots were not collected {what}")
+            vector[len(self.pairs) + self.predicted.index(plan.knots)] = 1
+            return vector
         for position, step in zip(*weights.nonzero(), strict=True):
             if steps is not None and step not in steps:
                 continue
@@ -131,6 +137,33 @@ class _Differentiator:
                 part.copy_(gradient.flatten())
             start += parameter.numel()
 
+    def plan_sums(
+        self, plans: dict[str, Plan], upstream: list[Tensor], progress: Callable[[int], None] | None = None
+    ) -> dict[str, Tensor]:
+        """Whole gradients ``[P]`` of plans, from one forward per site and one backward per distinct pass."""
+        sites: dict[tuple[int, float | None], dict[tuple[float, ...], list[str]]] = {}
+        for name, plan in plans.items():
+            check_shared(plan, self.trajectory.steps)
+            for i, knot in enumerate(plan.knots):
+                sigma = plan.knot_sigma(i)
+                users = sites.setdefault((knot, None if sigma is None else float(sigma)), {})
+                users.setdefault(tuple(plan.weights[i].tolist()), []).append(name)
+        dtype = torch.promote_types(self.parameters[0].dtype, torch.float32)
+        totals = {name: torch.zeros(self.size, dtype=dtype, device=self.rows.device) for name in plans}
+        buffer = torch.empty(self.size, dtype=dtype, device=self.rows.device)
+        for (knot, moved), users in sites.items():
+            velocity = self.velocity(knot, None if moved is None else torch.tensor(moved, dtype=torch.float64))
+            for n, (weights, names) in enumerate(users.items()):
+                aggregated = torch.zeros_like(upstream[0])
+                for step in np.flatnonzero(np.array(weights)):
+                    aggregated += weights[step] * upstream[step]
+                self.pull_back(velocity, aggregated, buffer, last=n == len(users) - 1)
+                for name in names:
+                    totals[name] += buffer
+            if progress is not None:
+                progress(len(users))
+        return totals
+
 
 def collect_table(
     policy: VelocityPolicy,
@@ -140,11 +173,13 @@ def collect_table(
     *,
     past: int | None = None,
     future: int | None = None,
+    predicted: Sequence[Plan] = (),
     progress: Callable[[int], None] | None = None,
 ) -> CrossTable:
     """The cross-gradient table of one on-policy rollout batch: T forwards, one backward per pair.
 
-    ``progress(n)`` is called after every knot with the number of its pairs.
+    Plans with predicted knots take their Jacobians elsewhere: each of ``predicted`` adds a row, for one forward and one
+    backward per knot. ``progress(n)`` is called with the number of backwards since the last call.
 
     Raises:
         OffPolicyError: the policy's weights are not the rollout's.
@@ -156,8 +191,9 @@ def collect_table(
     differentiator = _Differentiator(policy, trajectory)
     device = trajectory.latents.device
     dtype = torch.promote_types(differentiator.parameters[0].dtype, torch.float32)
-    _check_memory(len(pairs) * differentiator.size * dtype.itemsize, device)
-    rows = torch.empty(len(pairs), differentiator.size, dtype=dtype, device=device)
+    count = len(pairs) + len(predicted)
+    _check_memory(count * differentiator.size * dtype.itemsize, device)
+    rows = torch.empty(count, differentiator.size, dtype=dtype, device=device)
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         for knot in range(trajectory.steps):
             velocity = differentiator.velocity(knot)
@@ -166,7 +202,11 @@ def collect_table(
                 differentiator.pull_back(velocity, upstream[pairs[n][1]], rows[n], last=n == own[-1])
             if progress is not None:
                 progress(len(own))
-    return CrossTable(trajectory.steps, pairs, gram_matrix(rows))
+        if predicted:
+            sums = differentiator.plan_sums({str(n): plan for n, plan in enumerate(predicted)}, upstream, progress)
+            for row, total in zip(rows[len(pairs) :], sums.values(), strict=True):
+                row.copy_(total)
+    return CrossTable(trajectory.steps, pairs, gram_matrix(rows), tuple(plan.knots for plan in predicted))
 
 
 def gram_matrix(rows: Tensor) -> np.ndarray:
@@ -213,33 +253,10 @@ def plan_gradients(
         ReplayMismatch: a plan for another schedule.
         ValueError: a plan for other steps, or with per-sample weights.
     """
-    for plan in plans.values():
-        check_shared(plan, trajectory.steps)
-        trajectory.require(sigmas=plan.sigmas)
     upstream = on_policy_upstream(policy, trajectory, advantages, objective)
-    differentiator = _Differentiator(policy, trajectory)
     device = trajectory.latents.device
-    dtype = torch.promote_types(differentiator.parameters[0].dtype, torch.float32)
-    totals = {name: torch.zeros(differentiator.size, dtype=dtype, device=device) for name in plans}
-    buffer = torch.empty(differentiator.size, dtype=dtype, device=device)
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        sites: dict[tuple[int, float | None], dict[tuple[float, ...], list[str]]] = {}
-        for name, plan in plans.items():
-            for i, knot in enumerate(plan.knots):
-                sigma = plan.knot_sigma(i)
-                users = sites.setdefault((knot, None if sigma is None else float(sigma)), {})
-                users.setdefault(tuple(plan.weights[i].tolist()), []).append(name)
-        for (knot, moved), users in sites.items():
-            sigma = None if moved is None else torch.tensor(moved, dtype=torch.float64)
-            velocity = differentiator.velocity(knot, sigma)
-            for n, (weights, names) in enumerate(users.items()):
-                aggregated = torch.zeros_like(upstream[0])
-                for step in np.flatnonzero(np.array(weights)):
-                    aggregated += weights[step] * upstream[step]
-                differentiator.pull_back(velocity, aggregated, buffer, last=n == len(users) - 1)
-                for name in names:
-                    totals[name] += buffer
-    return totals
+        return _Differentiator(policy, trajectory).plan_sums(plans, upstream)
 
 
 def _check_memory(needed: int, device: torch.device) -> None:

@@ -9,9 +9,11 @@ import numpy as np
 from torch import Tensor
 
 from analysis.knots import PLANS
-from jagg_core import Plan, endpoint_plan, exact_plan, jagg_plan, subsample_plan
+from jagg_core import Plan, causal_plan, endpoint_plan, exact_plan, jagg_plan, subsample_plan
 from jagg_core.plan import groups_of, routed_groups
 from jagg_core.seeding import generator_for
+
+PREDICTED_PASSES = (8, 5)
 
 SUBSAMPLE_DRAWS = 16
 """Random subsets per rollout batch over which subsampling is averaged."""
@@ -87,6 +89,17 @@ def with_knots(sigmas: Tensor, family: str, knots: tuple[int, ...]) -> Estimator
     return _one(f"{family}-{len(knots)}", label, family, PLANS[family](sigmas, knots), knots=list(knots))
 
 
+def predicted(sigmas: Tensor, knots: dict[str, dict[int, tuple[int, ...]]]) -> list[Estimator]:
+    """Causal plans on predicted knots, with the numbers of passes in `PREDICTED_PASSES`; whole updates only."""
+    found = []
+    for passes in PREDICTED_PASSES:
+        if passes in knots["causal"]:
+            plan = causal_plan(sigmas, knots["causal"][passes], predict=True)
+            label, about = f"causal, {passes} predicted knots", {"knots": list(plan.knots), "whole_update_only": True}
+            found.append(_one(f"causal-predicted-{passes}", label, "causal-predicted", plan, **about))
+    return found
+
+
 def headline(
     sigmas: Tensor, windows: tuple[int, ...], jagg_frac: float, knots: dict[str, dict[int, tuple[int, ...]]], seed: int
 ) -> list[Estimator]:
@@ -99,15 +112,17 @@ def headline(
     for passes in budgets:
         chosen.append(subsampled(sigmas, passes, seed))
         chosen += [with_knots(sigmas, f, knots[f][passes]) for f in ("spline", "causal") if passes in knots[f]]
-    return list({e.name: e for e in chosen}.values())
+    return list({e.name: e for e in [*chosen, *predicted(sigmas, knots)]}.values())
 
 
 def pareto(
-    sigmas: Tensor, windows: tuple[int, ...], knots: dict[str, dict[int, tuple[int, ...]]], passes: range
+    sigmas: Tensor, windows: range, knots: dict[str, dict[int, tuple[int, ...]]], passes: range
 ) -> list[Estimator]:
     """Every number of passes: the paper's rule with each window and fraction, spline and causal on calibrated knots."""
     found: dict[str, Estimator] = {}
     for window in windows:
+        if window > sigmas.shape[-1]:
+            break
         groups = len(groups_of(sigmas.shape[-1], window))
         for routed in range(1, groups + 1):
             estimator = grouped(sigmas, "jagg", window, routed / groups)

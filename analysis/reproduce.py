@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -21,7 +22,7 @@ from analysis.knots import PLANS, KnotSearch
 from analysis.similarity import similarity
 from analysis.statistics import leak_test
 from analysis.workload import Batch, Recipe, check_prompts, make_batch
-from jagg_core import ClippedSurrogate, dance_schedule
+from jagg_core import ClippedSurrogate, Plan, dance_schedule
 from jagg_core.backbones import check_backbone_name, load_backbone
 from jagg_core.checks import require_at_least
 from jagg_core.images import image_grid, png_bytes
@@ -34,6 +35,7 @@ PAST, FUTURE = 10, 4
 """Pairs that the tables hold: a knot at most so many steps before, or after, the step it serves."""
 
 PARETO_PASSES = range(4, 15)
+PARETO_WINDOWS = range(3, FUTURE + 2)
 METRICS = ("cosine", "rel_error", "norm_ratio")
 
 
@@ -161,22 +163,32 @@ class _Job:
             seeds.append(batch.seed)
         return batch
 
-    def tables(self, eta: float, purpose: str, count: int) -> list[CrossTable]:
+    def tables(self, eta: float, purpose: str, count: int, predicted: Sequence[Plan] = ()) -> list[CrossTable]:
         """Cross-gradient tables of ``count`` rollout batches; batches without any advantage are left out.
 
         Raises:
             ValueError: no batch had any advantage.
         """
         found = []
-        pairs = len(reachable_pairs(len(self.sigmas), PAST, FUTURE))
+        pairs = len(reachable_pairs(len(self.sigmas), PAST, FUTURE)) + sum(plan.passes for plan in predicted)
         with tqdm(total=count * pairs, desc=f"{purpose} rollouts, eta {eta:g}", unit="pass") as bar:
             for number in range(count):
                 batch = self.batch(eta, purpose, number)
                 if not batch.advantages.any():
                     bar.update(pairs)
                     continue
-                arguments = (batch.policy, batch.trajectory, batch.advantages, self.objective)
-                found.append(collect_table(*arguments, past=PAST, future=FUTURE, progress=bar.update))
+                found.append(
+                    collect_table(
+                        batch.policy,
+                        batch.trajectory,
+                        batch.advantages,
+                        self.objective,
+                        past=PAST,
+                        future=FUTURE,
+                        predicted=predicted,
+                        progress=bar.update,
+                    )
+                )
         if not found:
             raise ValueError(f"none of the {count} {purpose} batches has any advantage: the reward does not vary")
         return found
@@ -205,19 +217,21 @@ class _Job:
         """A cell per estimator: similarity to exact on held-out rollouts, whole update and every group."""
         settings, tables = self.settings, []
         with recorded(self.record.cells, f"eta={eta:g}/evaluation", eta=eta) as cell:
-            tables = self.tables(eta, "evaluation", settings.evaluation_batches)
+            predicted = [e.plans[0] for e in estimators.predicted(self.sigmas, knots)]
+            tables = self.tables(eta, "evaluation", settings.evaluation_batches, predicted)
             cell.values = {"batches": len(tables), "without_advantage": settings.evaluation_batches - len(tables)}
         if tables:
             seed = derive_seed(settings.recipe.seed, "subsample")
             main = estimators.headline(self.sigmas, settings.windows, settings.jagg_frac, knots, seed)
-            chosen = {e.name: e for e in estimators.pareto(self.sigmas, settings.windows, knots, PARETO_PASSES)}
+            chosen = {e.name: e for e in estimators.pareto(self.sigmas, PARETO_WINDOWS, knots, PARETO_PASSES)}
             chosen |= {e.name: e for e in main}
             headline = {e.name for e in main}
             for estimator in chosen.values():
                 name = f"eta={eta:g}/{estimator.name}"
                 with recorded(self.record.cells, name, **estimator.describe(), eta=eta) as cell:
                     cell.settings["headline"] = estimator.name in headline
-                    cell.samples = judge(tables, estimator, settings.windows if estimator.name in headline else ())
+                    by_group = estimator.name in headline and "whole_update_only" not in estimator.settings
+                    cell.samples = judge(tables, estimator, settings.windows if by_group else ())
         self.save()
 
     def test_leak(self, eta: float, knots: Knots) -> None:

@@ -44,7 +44,8 @@ def per_group(record: Record) -> pd.DataFrame:
     rows = []
     steps = len(record.schedule)
     for cell in _estimator_cells(record):
-        for window in record.settings["windows"] if cell.settings["headline"] else ():
+        by_group = cell.settings["headline"] and "whole_update_only" not in cell.settings
+        for window in record.settings["windows"] if by_group else ():
             for number, group in enumerate(groups_of(steps, window)):
                 row = _about(cell) | {"window": window, "group": number}
                 row |= {"sigma_first": record.schedule[group[0]], "sigma_last": record.schedule[group[-1]]}

@@ -113,10 +113,17 @@ class Plan:
 
     @classmethod
     def from_calibration(
-        cls, path: Path | str, passes: int, *, family: str = "causal", trajectory: Trajectory | None = None
+        cls,
+        path: Path | str,
+        passes: int,
+        *,
+        family: str = "causal",
+        predict: bool = False,
+        trajectory: Trajectory | None = None,
     ) -> Plan:
         """The calibrated plan with this many passes, from a ``calibration-*.json`` of ``analysis``.
 
+        ``family``: ``"causal"`` or ``"spline"``. ``predict``: of a causal plan, see `causal_plan`.
         ``trajectory``: a rollout that the plan will be used on. With it, a calibration of another schedule, kernel,
         timestep mode, guidance or backbone is refused here; without it, another schedule is refused by the engine.
 
@@ -144,7 +151,7 @@ class Plan:
                 if found != made_with[key]:
                     raise ReplayMismatch(f"{key}: calibrated with {made_with[key]}, the rollout used {found}")
         knots = plans[family][str(passes)]["knots"]
-        return causal_plan(sigmas, knots) if family == "causal" else spline_plan(sigmas, knots)
+        return causal_plan(sigmas, knots, predict) if family == "causal" else spline_plan(sigmas, knots)
 
     def window(self, start: int, stop: int) -> Plan:
         """The part of the plan on steps ``start .. stop - 1``, for a trajectory of only those.

@@ -65,14 +65,15 @@ def settings_from(arguments: argparse.Namespace) -> Reproduce:
     return replace(Reproduce(), recipe=recipe, **{**chosen, **own})
 
 
-def show(run_folder: Path) -> None:
-    """Write the report of a run folder and print its tables."""
+def show(run_folder: Path) -> int:
+    """Write the report of a run folder and print its tables. Returns how many cells failed."""
     page, shown, said = write_report(run_folder)
     with pd.option_context("display.width", 220, "display.max_columns", None, "display.max_colwidth", 60):
         for name, frame in shown.items():
             print(f"\n{name.replace('_', ' ')}\n{frame.to_string(index=False)}")
     print("\n" + "\n".join(said))
     print(f"\nreport: {page}")
+    return len(shown.get("failures", ()))
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -80,15 +81,16 @@ def main(argv: list[str] | None = None) -> None:
     top = parser()
     arguments = top.parse_args(argv)
     try:
-        if arguments.command == "report":
-            show(arguments.run)
-            return
-        settings = settings_from(arguments)
-        out = arguments.out or Path("results") / settings.backbone
-        run(settings, out)
-        show(out)
+        out = arguments.run if arguments.command == "report" else None
+        if out is None:
+            settings = settings_from(arguments)
+            out = arguments.out or Path("results") / settings.backbone
+            run(settings, out)
+        failed = show(out)
     except (ValueError, RecordError, FileNotFoundError, MemoryError) as error:
         top.exit(2, f"{top.prog}: error: {error}\n")
+    if failed:
+        top.exit(1, f"{top.prog}: {failed} cells failed; see the table of failures\n")
 
 
 if __name__ == "__main__":

@@ -88,9 +88,10 @@ def pareto_front(table: pd.DataFrame, paper: str) -> Figure:
     with _style():
         figure, panels = _panels(table)
         for eta, axes in panels.items():
-            part = table[(table["eta"] == eta) & table["best"]]
+            # a logarithmic axis cannot show the plans that are exact
+            part = table[(table["eta"] == eta) & (table["cosine"] < 1)]
             for family in ("jagg", "spline", "causal"):
-                data = part[part["family"] == family].sort_values("passes")
+                data = part[part["best"] & (part["family"] == family)].sort_values("passes")
                 colour, marker, line = STYLES[family]
                 label = "JAGG (paper), best W and fraction" if family == "jagg" else f"{family}, calibrated knots"
                 loss = 1 - data["cosine"]
@@ -99,7 +100,7 @@ def pareto_front(table: pd.DataFrame, paper: str) -> Figure:
                 )
                 low, high = 1 - data["cosine_high"].astype(float), 1 - data["cosine_low"].astype(float)
                 axes.fill_between(data["passes"], low, high, color=colour, alpha=0.15)
-            point = table[(table["eta"] == eta) & (table["estimator"] == paper)]
+            point = part[part["estimator"] == paper]
             axes.plot(point["passes"], 1 - point["cosine"], "o", markersize=11, fillstyle="none", color="black")
             axes.set_title(f"eta {eta:g} (ring: the paper's recipe)")
             axes.set_xlabel("passes per update (exact: all trained steps)")

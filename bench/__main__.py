@@ -43,10 +43,10 @@ def main(argv: list[str] | None = None) -> None:
     except (ValueError, FileNotFoundError) as error:
         top.error(str(error))
     record.write(arguments.out)
-    for cell in record.cells:
-        if cell.status != "ok":
-            print(f"{cell.name}: {cell.status}: {cell.reason}")
     print(f"wrote {arguments.out}")
+    failed = [f"{cell.name}: {cell.reason}" for cell in record.cells if cell.status == "failed"]
+    if failed:
+        top.exit(1, "\n".join(["failed cells", *failed, ""]))
 
 
 if __name__ == "__main__":

@@ -144,6 +144,7 @@ class _Differentiator:
         sites: dict[tuple[int, float | None], dict[tuple[float, ...], list[str]]] = {}
         for name, plan in plans.items():
             check_shared(plan, self.trajectory.steps)
+            self.trajectory.require(sigmas=plan.sigmas)
             for i, knot in enumerate(plan.knots):
                 sigma = plan.knot_sigma(i)
                 users = sites.setdefault((knot, None if sigma is None else float(sigma)), {})

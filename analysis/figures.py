@@ -89,7 +89,7 @@ def pareto_front(table: pd.DataFrame, paper: str) -> Figure:
         figure, panels = _panels(table)
         for eta, axes in panels.items():
             # a logarithmic axis cannot show the plans that are exact
-            part = table[(table["eta"] == eta) & (table["cosine"] < 1)]
+            part = table[(table["eta"] == eta) & (table["cosine"] < 1 - 1e-9)]
             for family in ("jagg", "spline", "causal"):
                 data = part[part["best"] & (part["family"] == family)].sort_values("passes")
                 colour, marker, line = STYLES[family]

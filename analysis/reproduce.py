@@ -96,9 +96,11 @@ class Reproduce:
 def run(settings: Reproduce, out: Path) -> Record:
     """Run the job and write ``out/record.json`` and one ``out/speed-NAME.json`` per timed backbone.
 
-    Every cell that fails is recorded as failed, the others still run. Returns the record.
+    Every cell that fails is recorded as failed, the others still run. A run that ``out`` already holds is replaced.
+    Returns the record.
     """
     job = _Job(settings, out)
+    (out / "record.json").unlink(missing_ok=True)
     time_groups(settings, out)
     for eta in settings.etas:
         knots = job.search_knots(eta)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -11,7 +11,15 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from jagg_core.engine import Report, accumulate_gradients
-from jagg_core.plan import Plan
+from jagg_core.plan import (
+    Plan,
+    causal_plan,
+    endpoint_plan,
+    exact_plan,
+    jagg_plan,
+    spline_plan,
+    subsample_plan,
+)
 from jagg_core.schedule import dance_schedule
 from jagg_core.seeding import initial_latents
 from jagg_core.trajectory import Trajectory, rollout, weights_version
@@ -114,7 +122,7 @@ class PerSampleLinearField(nn.Module):
 
 
 class ConstantField:
-    """A field without ``parameters()``: a fixed velocity per row, plus ``offset``, a leaf that can be differentiated."""
+    """A field without ``parameters()``: a fixed velocity per row, plus ``offset``, which can be differentiated."""
 
     def __init__(self, velocity: Tensor) -> None:
         self.values = velocity
@@ -221,3 +229,18 @@ def full_weights(plan: Plan) -> Tensor:
     matrix = plan.weights.new_zeros(*plan.weights.shape[:-2], plan.steps, plan.steps)
     matrix[..., list(plan.knots), :] = plan.weights
     return matrix
+
+
+PLANS: dict[str, Callable[[Tensor], Plan]] = {
+    "exact": exact_plan,
+    "jagg": lambda s: jagg_plan(s, 3, 1.0),
+    "jagg-routed": lambda s: jagg_plan(s, 3, 0.5),
+    "jagg-index": lambda s: jagg_plan(s, 4, 1.0, "index"),
+    "endpoint": lambda s: endpoint_plan(s, 3, 1.0),
+    "subsample": lambda s: subsample_plan(s, 2, torch.Generator().manual_seed(0)),
+    "spline": lambda s: spline_plan(s, [1, 3, 4]),
+    "spline-linear": lambda s: spline_plan(s, [1, 4], "linear"),
+    "causal": lambda s: causal_plan(s, [0, 2, 3]),
+    "causal-lead-in": lambda s: causal_plan(s, [2, 4]),
+}
+"""A plan of each kind for the sigmas of six steps."""

@@ -99,8 +99,8 @@ def loop_gradient(
 ) -> None:
     """Add the gradient to ``.grad`` the slow way, one backward per step.
 
-    Without ``weights``: a plain loop of forward, loss, backward. With ``weights`` ``[T, T]`` or ``[B, T, T]``: step i is
-    differentiated with ``sum_j w[i, j] s_j``.
+    Without ``weights``: a plain loop of forward, loss, backward. With ``weights`` ``[T, T]`` or ``[B, T, T]``: step i
+    is differentiated with ``sum_j w[i, j] s_j``.
     """
 
     def velocities(of: VelocityPolicy, step: int) -> Tensor:

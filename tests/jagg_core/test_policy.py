@@ -42,7 +42,7 @@ def test_a_replay_with_another_guidance_scale_is_refused() -> None:
     branches = MlpField(seed=1), MlpField(seed=2)
     latents = noise_like(4, *SHAPE)
     trajectory = rollout(ClassifierFreeGuidance(*branches, 4.0), dance_schedule(4), DanceSDE(0.7), latents, seed=0)
-    with pytest.raises(ReplayMismatch, match="guidance: the rollout used '4.0', the policy now has '4.5'"):
+    with pytest.raises(ReplayMismatch, match=r"guidance: the rollout used '4.0', the policy now has '4.5'"):
         accumulate_gradients(
             ClassifierFreeGuidance(*branches, 4.5),
             trajectory,

@@ -32,7 +32,7 @@ class Received(MlpField):
         return velocity
 
 
-def one_sum(policy: MlpField, trajectory: Trajectory) -> Tensor:
+def sum_of_upstream(trajectory: Trajectory) -> Tensor:
     """``sum_j s_j`` in fp64, from the trajectory's own fp32 numbers."""
     ups = [upstream_closed_form(OBJECTIVE, trajectory, j, ADVANTAGES.float()) for j in range(trajectory.steps)]
     return torch.stack([u.gradient.double() for u in ups]).sum(0)
@@ -40,8 +40,9 @@ def one_sum(policy: MlpField, trajectory: Trajectory) -> Tensor:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_upstream_gradients_are_summed_in_fp32(dtype: torch.dtype) -> None:
-    """Case 3.5: a running sum in bf16 loses what is small. Here 64 steps are put on one knot and rounded once. All draws
-    are made positive, so that the sum grows.
+    """Case 3.5: a running sum in bf16 loses what is small. Here 64 steps are put on one knot and rounded once.
+
+    All draws are made positive, so that the sum grows.
     """
     policy = Received(dtype=dtype)
     trajectory = make_rollout(policy, steps=64, dtype=torch.float32)
@@ -49,15 +50,18 @@ def test_upstream_gradients_are_summed_in_fp32(dtype: torch.dtype) -> None:
     plan = Plan((0,), torch.ones(1, 64))
     gradient(policy, trajectory, ADVANTAGES, plan, OBJECTIVE, "closed_form")
     [received] = policy.received
-    exact = one_sum(policy, trajectory)
+    exact = sum_of_upstream(trajectory)
     assert received.dtype == dtype
-    half_ulp = torch.finfo(dtype).eps / 2
-    assert ((received.double() - exact).abs() <= half_ulp * 1.01 * exact.abs() + 1e-7).all()
+
+    def rounded_once(total: Tensor) -> bool:
+        return bool(((total.double() - exact).abs() <= torch.finfo(dtype).eps / 2 * 1.01 * exact.abs()).all())
+
+    assert rounded_once(received)
     ups = [upstream_closed_form(OBJECTIVE, trajectory, j, ADVANTAGES.float()).gradient.to(dtype) for j in range(64)]
     running = torch.zeros_like(ups[0])
     for up in ups:
         running += up
-    assert relative_error(running.double(), exact) > 3 * relative_error(received.double(), exact)
+    assert not rounded_once(running)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -81,13 +85,10 @@ def test_a_scale_keeps_fp16_gradients_representable() -> None:
     policy = Received(dtype=torch.float16)
     trajectory = make_rollout(policy, dtype=torch.float32)
     plan = exact_plan(trajectory.sigmas)
-    small, tiny = 1e-4, 1e-10
-    lost = gradient(policy, trajectory, ADVANTAGES, plan, OBJECTIVE, scale=tiny)[0]
+    lost = gradient(policy, trajectory, ADVANTAGES, plan, OBJECTIVE, scale=1e-10)[0]
     kept = gradient(policy, trajectory, ADVANTAGES, plan, OBJECTIVE, scale=1.0)[0]
     assert (lost == 0).all()
-    assert (kept != 0).any()
-    less = gradient(policy, trajectory, ADVANTAGES, plan, OBJECTIVE, scale=small)[0]
-    assert relative_error(less / small, kept) > relative_error(kept, kept)
+    assert (kept != 0).all()
 
 
 @pytest.mark.parametrize("kernel", KERNELS, ids=KERNEL_IDS)

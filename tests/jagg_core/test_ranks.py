@@ -1,4 +1,4 @@
-"""Two processes: what one rank finds decides for both, so that their passes, and with them collectives, stay in step."""
+"""Two processes: what one rank finds decides for both, so that their passes and collectives stay in step."""
 
 from __future__ import annotations
 
@@ -20,9 +20,7 @@ Results = list[dict[str, Any]]
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
     folder = tmp_path_factory.mktemp("ranks")
-    context = mp.start_processes(
-        ranks.work, args=(str(folder),), nprocs=ranks.WORLD, join=False, start_method="spawn"
-    )
+    context = mp.start_processes(ranks.work, args=(str(folder),), nprocs=ranks.WORLD, join=False, start_method="spawn")
     deadline = time.monotonic() + 200
     try:
         while not context.join(timeout=5):

@@ -162,7 +162,7 @@ def test_float_mode_tells_sigma_itself() -> None:
 
 
 def test_an_unknown_timestep_mode_is_named() -> None:
-    with pytest.raises(ValueError, match="timestep_mode must be one of .*trunc_fp32.* found 'floor'"):
+    with pytest.raises(ValueError, match=r"timestep_mode must be one of .*trunc_fp32.* found 'floor'"):
         network_sigma(torch.ones(1), "floor")  # type: ignore[arg-type]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 
 import pytest
@@ -107,13 +108,15 @@ def test_noise_leaves_the_line_in_proportion_to_eta() -> None:
         )
         errors.append(relative_error(found, expected))
     assert errors[0] > 1e-2
-    for larger, smaller in zip(errors, errors[1:], strict=False):
+    for larger, smaller in itertools.pairwise(errors):
         assert 1.7 < larger / smaller < 2.4, errors
 
 
 def test_error_of_a_curved_field_falls_as_the_square_of_the_segment() -> None:
-    """``J = (1, t, t^2)``: on an even grid a step's error is ``-(t_a - t)(t - t_b)``, in sum ``(n^2 - 1) / 6`` per segment
-    of n steps. The draws are chosen to make every upstream gradient the same, so that nothing cancels.
+    """``J = (1, t, t^2)``: a step's error is ``(t_a - t)(t - t_b)`` between knots a and b.
+
+    On an even grid that is ``n (n^2 - 1) / 6`` in sum over a segment of n steps, and there are 1/n as many of them. The
+    draws are chosen to make every upstream gradient the same, so that nothing cancels.
     """
     steps = 64
     policy = QuadraticInTimeField(2)
@@ -159,8 +162,8 @@ def step_matrices() -> tuple[list[Tensor], list[float]]:
 def expected_gradient(plan: Plan) -> Tensor:
     """Mean gradient of one sample with advantage 1, for ``v = M z`` and a Gaussian kernel.
 
-    The upstream gradient is ``s_j = -(1/D) b_j eps_j / c_j`` and ``J(z_i)^T s_j = s_j z_i^T``. A state at or before step j
-    does not contain eps_j, which has mean zero, so ``E[s_j z_i^T] = 0`` for i <= j. A later one contains it as
+    The upstream gradient is ``s_j = -(1/D) b_j eps_j / c_j`` and ``J(z_i)^T s_j = s_j z_i^T``. A state at or before
+    step j does not contain eps_j, which has mean zero, so ``E[s_j z_i^T] = 0`` for i <= j. A later one contains it as
     ``z_i = Q c_j eps_j + ...`` with ``Q = P_{i-1} ... P_{j+1}``, so
 
         E[s_j z_i^T] = -(b_j / (D c_j)) E[eps_j eps_j^T] c_j Q^T = -(b_j / D) Q^T        for i > j:
@@ -217,7 +220,7 @@ TIGHT: dict[str, Callable[[Tensor], Plan]] = {
 
 @pytest.mark.parametrize("rule", [*LEAKING, *TIGHT])
 def test_leak(rule: str, noise_rollout: tuple[PerSampleLinearField, Trajectory]) -> None:
-    """With every advantage 1 the exact gradient has mean zero. A plan that anticipates has the mean computed by hand."""
+    """With every advantage 1 the exact gradient has mean zero; one that anticipates has the mean computed by hand."""
     policy, trajectory = noise_rollout
     plan = (LEAKING | TIGHT)[rule](trajectory.sigmas)
     gradient(policy, trajectory, torch.ones(SAMPLES), plan, OBJECTIVE, "closed_form")
@@ -232,5 +235,3 @@ def test_leak(rule: str, noise_rollout: tuple[PerSampleLinearField, Trajectory])
         assert (expected / error).abs().max() > 12, "the leak is meant to be many sigmas"
     else:
         assert (expected == 0).all()
-
-

@@ -1,0 +1,37 @@
+"""What the shipped models draw is what they were asked for, by the shipped classifiers. Fixed seeds."""
+
+from __future__ import annotations
+
+import pytest
+
+from jagg_core import DanceSDE, dance_schedule, initial_latents, load_backbone, rollout, sample_ode
+from jagg_core.backbones import Backbone
+from jagg_core.backbones.pixel import PixelBackbone
+from jagg_core.rewards import read_as_prompted
+
+SIGMAS = dance_schedule(21)
+
+
+def share_read(backbone: Backbone, per_class: int, eta: float | None) -> float:
+    prompts = [p for p in backbone.prompts for _ in range(per_class)]
+    policy = backbone.policy(prompts)
+    latents = initial_latents(backbone.latent_shape, 0, range(len(prompts)))
+    if eta is None:
+        final = sample_ode(policy, SIGMAS, latents)
+    else:
+        final = rollout(policy, SIGMAS, DanceSDE(eta), latents, 0).final
+    assert backbone.dataset is not None
+    return read_as_prompted(backbone.decode(final), prompts, backbone.dataset)
+
+
+def test_digits_by_the_ode(digits: PixelBackbone) -> None:
+    assert share_read(digits, 20, None) >= 0.95
+
+
+def test_digits_by_the_sde(digits: PixelBackbone) -> None:
+    assert share_read(digits, 20, 0.7) >= 0.90
+
+
+@pytest.mark.slow
+def test_photos_by_the_ode() -> None:
+    assert share_read(load_backbone("photos-flux"), 10, None) >= 0.85

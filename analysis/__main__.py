@@ -21,8 +21,8 @@ REPORT_EXAMPLE = "example: python -m analysis report results/photos-flux"
 QUICK: dict[str, Any] = {
     "etas": (0.7,),
     "windows": (4,),
-    "calibration_batches": 1,
-    "evaluation_batches": 2,
+    "calibration_batches": (1,),
+    "evaluation_batches": (2,),
     "leak_batches": 3,
     "speed_rounds": 3,
     "speed_batch": 4,

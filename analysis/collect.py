@@ -9,6 +9,7 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import torch
@@ -111,23 +112,21 @@ class _Differentiator:
         self.parameters = trained_parameters(policy)
         self.size = sum(p.numel() for p in self.parameters)
         self.rows = trajectory.rows.to(trajectory.latents.device)
+        self.checked = False
 
     def velocity(self, knot: int, sigma: Tensor | None = None) -> Tensor:
         with torch.enable_grad():
-            return self.policy.velocity(*self.trajectory.site(knot, sigma), self.rows)
+            velocity = self.policy.velocity(*self.trajectory.site(knot, sigma), self.rows)
+        if not self.checked:
+            _refuse_reentrant(velocity)
+            self.checked = True
+        return velocity
 
     def pull_back(self, velocity: Tensor, upstream: Tensor, out: Tensor, last: bool) -> None:
         """Write the flat gradient, at least fp32, to ``out``."""
-        try:
-            found: tuple[Tensor | None, ...] = torch.autograd.grad(
-                velocity, self.parameters, upstream.to(velocity.dtype), retain_graph=not last, allow_unused=True
-            )
-        except RuntimeError as error:
-            if "reentrant" in str(error):
-                raise ValueError(
-                    "activation checkpointing must be non-reentrant (use_reentrant=False) for gradients beside .grad"
-                ) from error
-            raise
+        found: tuple[Tensor | None, ...] = torch.autograd.grad(
+            velocity, self.parameters, upstream.to(velocity.dtype), retain_graph=not last, allow_unused=True
+        )
         start = 0
         for parameter, gradient in zip(self.parameters, found, strict=True):
             part = out[start : start + parameter.numel()]
@@ -164,6 +163,26 @@ class _Differentiator:
             if progress is not None:
                 progress(len(users))
         return totals
+
+
+def _refuse_reentrant(velocity: Tensor) -> None:
+    """Raise ValueError if reentrant checkpointing is in the graph.
+
+    ``autograd.grad`` often raises there itself, but where no trained parameter comes before the first checkpoint (LoRA
+    inside the blocks) it finds no path to those inside, and they would silently get no gradient.
+    """
+    seen: set[Any] = set()
+    queue: list[Any] = [velocity.grad_fn]
+    while queue:
+        node = queue.pop()
+        if node is None or node in seen:
+            continue
+        if node.name() == "CheckpointFunctionBackward":
+            raise ValueError(
+                "activation checkpointing must be non-reentrant (use_reentrant=False) for gradients beside .grad"
+            )
+        seen.add(node)
+        queue += [following for following, _ in node.next_functions]
 
 
 def collect_table(

@@ -47,6 +47,8 @@ Knots = dict[str, dict[int, tuple[int, ...]]]
 class Reproduce:
     """Settings of the main job.
 
+    Numbers of batches are given eta by eta, the last one for all further etas. The leak is tested at the first eta.
+
     Raises:
         ValueError: a setting out of range; raised before any model is loaded.
     """
@@ -57,8 +59,8 @@ class Reproduce:
     jagg_frac: float = 0.6
     threshold: float = 0.9
     reward: str = "classifier"
-    calibration_batches: int = 3
-    evaluation_batches: int = 5
+    calibration_batches: tuple[int, ...] = (3, 2)
+    evaluation_batches: tuple[int, ...] = (5, 3)
     leak_batches: int = 10
     speed_backbones: tuple[str, ...] = ("digits-flux",)
     speed_rounds: int = 11
@@ -71,8 +73,11 @@ class Reproduce:
     def __post_init__(self) -> None:
         for name in (self.backbone, *self.speed_backbones):
             check_backbone_name(name)
-        require_at_least(self, calibration_batches=1, evaluation_batches=2, leak_batches=3)
-        require_at_least(self, speed_rounds=2, speed_batch=1, speed_window=2)
+        for name, low in (("calibration_batches", 1), ("evaluation_batches", 2)):
+            counts = getattr(self, name)
+            if not counts or min(counts) < low:
+                raise ValueError(f"{name} must be numbers of at least {low}, found {list(counts)}")
+        require_at_least(self, leak_batches=3, speed_rounds=2, speed_batch=1, speed_window=2)
         if self.speed_window > self.recipe.steps - 1:
             raise ValueError(
                 f"speed_window must be at most the {self.recipe.steps - 1} trained steps, found {self.speed_window}"
@@ -91,6 +96,11 @@ class Reproduce:
             groups_of(self.recipe.steps - 1, window)
         if self.dtype not in ("float64", "float32", "bfloat16", "float16"):
             raise ValueError(f"dtype must be float64, float32, bfloat16 or float16, found {self.dtype!r}")
+
+    def batches(self, purpose: str, eta: float) -> int:
+        """How many batches of ``purpose`` (calibration, evaluation) are made at this ``eta``."""
+        counts: tuple[int, ...] = getattr(self, f"{purpose}_batches")
+        return counts[min(self.etas.index(eta), len(counts) - 1)]
 
 
 def run(settings: Reproduce, out: Path) -> Record:
@@ -165,13 +175,14 @@ class _Job:
             seeds.append(batch.seed)
         return batch
 
-    def tables(self, eta: float, purpose: str, count: int, predicted: Sequence[Plan] = ()) -> list[CrossTable]:
-        """Cross-gradient tables of ``count`` rollout batches; batches without any advantage are left out.
+    def tables(self, eta: float, purpose: str, predicted: Sequence[Plan] = ()) -> list[CrossTable]:
+        """Cross-gradient tables of the rollout batches of a purpose; those without any advantage are left out.
 
         Raises:
             ValueError: no batch had any advantage.
         """
         found = []
+        count = self.settings.batches(purpose, eta)
         pairs = len(reachable_pairs(len(self.sigmas), PAST, FUTURE)) + sum(plan.passes for plan in predicted)
         with tqdm(total=count * pairs, desc=f"{purpose} rollouts, eta {eta:g}", unit="pass") as bar:
             for number in range(count):
@@ -199,7 +210,7 @@ class _Job:
         """Best knots on calibration rollouts; None if that failed."""
         knots: Knots = {}
         with recorded(self.record.cells, f"eta={eta:g}/knots", eta=eta) as cell:
-            tables = self.tables(eta, "calibration", self.settings.calibration_batches)
+            tables = self.tables(eta, "calibration")
             trajectory = self.batch(eta, "calibration", 0).trajectory
             cell.values = {
                 "transition": repr(trajectory.transition),
@@ -220,8 +231,11 @@ class _Job:
         settings, tables = self.settings, []
         with recorded(self.record.cells, f"eta={eta:g}/evaluation", eta=eta) as cell:
             predicted = [e.plans[0] for e in estimators.predicted(self.sigmas, knots)]
-            tables = self.tables(eta, "evaluation", settings.evaluation_batches, predicted)
-            cell.values = {"batches": len(tables), "without_advantage": settings.evaluation_batches - len(tables)}
+            tables = self.tables(eta, "evaluation", predicted)
+            cell.values = {
+                "batches": len(tables),
+                "without_advantage": settings.batches("evaluation", eta) - len(tables),
+            }
         if tables:
             seed = derive_seed(settings.recipe.seed, "subsample")
             main = estimators.headline(self.sigmas, settings.windows, settings.jagg_frac, knots, seed)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import product
 
 import numpy as np
 from scipy import stats
@@ -61,7 +62,7 @@ class Leak:
 
     Attributes:
         ratio: squared norm of the mean over what sampling noise alone would make of it; about 1 without a leak.
-        p_value: share of random sign flips of the batches with a mean at least as large.
+        p_value: share of the sign flips of the batches with a mean at least as large, the observed one among them.
         n: batches.
     """
 
@@ -86,6 +87,11 @@ def leak_test(gram: np.ndarray, seed: int = 0) -> Leak:
     noise = (trace - total / n) / (n - 1)
     if not noise > 0:
         raise ValueError("the gradients do not vary: their leak is undefined")
-    signs = np.random.default_rng(seed).choice([-1.0, 1.0], size=(DRAWS, n))
+    if 2 ** (n - 1) <= DRAWS:
+        # all of them; the first sign is free to stay
+        signs = np.array([(1.0, *rest) for rest in product((1.0, -1.0), repeat=n - 1)])
+    else:
+        signs = np.random.default_rng(seed).choice([-1.0, 1.0], size=(DRAWS, n))
+        signs[0] = 1
     flipped = np.einsum("di,ij,dj->d", signs, gram, signs)
-    return Leak(total / n / noise, float((1 + (flipped >= total * (1 - 1e-12)).sum()) / (1 + DRAWS)), n)
+    return Leak(total / n / noise, float((flipped >= total * (1 - 1e-12)).mean()), n)

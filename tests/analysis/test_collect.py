@@ -10,7 +10,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from analysis import collect
@@ -266,28 +266,34 @@ def test_a_policy_without_trained_parameters_is_refused(measure: Measure, field:
 
 
 class Checkpointed(MlpField):
-    """Checkpointing of either kind; the reentrant one needs an input with a gradient."""
+    """Checkpointing of either kind; the reentrant one needs an input with a gradient: a trained one, or any."""
 
-    reentrant = True
+    def __init__(self, reentrant: bool, trained_input: bool) -> None:
+        super().__init__()
+        self.reentrant, self.trained_input = reentrant, trained_input
+        self.before = nn.Parameter(torch.ones((), dtype=torch.float64))
 
     def velocity(self, latents: Tensor, sigma: Tensor, rows: Tensor) -> Tensor:
         x = torch.cat([latents.flatten(1), sigma[:, None], self.prompts[rows]], dim=1)
-        hidden = checkpoint(self.block, x.requires_grad_(), use_reentrant=self.reentrant)
+        x = x * self.before if self.trained_input else x.requires_grad_()
+        hidden = checkpoint(self.block, x, use_reentrant=self.reentrant)
         return (hidden @ self.outer.T).reshape(latents.shape)
 
 
 @each_measure
-def test_reentrant_checkpointing_is_refused(measure: Measure) -> None:
-    field = Checkpointed()
+@pytest.mark.parametrize("trained_input", [True, False])
+def test_reentrant_checkpointing_is_refused(measure: Measure, trained_input: bool) -> None:
+    """Without a trained input torch itself would say nothing, and the block would get no gradient."""
+    field = Checkpointed(True, trained_input)
     trajectory = make_rollout(field, steps=4)
     with pytest.raises(ValueError, match=r"activation checkpointing must be non-reentrant \(use_reentrant=False\)"):
         measure(field, trajectory)
-    assert [p.grad for p in field.parameters()] == [None] * 3
+    assert [p.grad for p in field.parameters()] == [None] * 4
 
 
-def test_other_checkpointing_equals_backward() -> None:
-    field = Checkpointed()
-    field.reentrant = False
+@pytest.mark.parametrize("trained_input", [True, False])
+def test_other_checkpointing_equals_backward(trained_input: bool) -> None:
+    field = Checkpointed(False, trained_input)
     trajectory = make_rollout(field, steps=4)
     plan = exact_plan(trajectory.sigmas)
     found = plan_gradients(field, trajectory, ADVANTAGES, OBJECTIVE, {"exact": plan})["exact"]

@@ -584,7 +584,15 @@ def test_only_routed_samples_take_the_extra_pass() -> None:
 
 @pytest.mark.filterwarnings("ignore::jagg_core.engine.RatioNoise")
 @each_backward
-@pytest.mark.parametrize("make", [lambda s: spline_plan(s, [1, 3]), lambda s: causal_plan(s, [0, 3])])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda s: spline_plan(s, [1, 3]),
+        lambda s: causal_plan(s, [0, 3]),
+        lambda s: Plan((0, 3), torch.tensor([[0, 0.5, 0.5, 1, 0, 0], [1, 0.5, 0.5, 0, 1, 1]]), s),
+    ],
+    ids=["spline", "causal", "knots without their own step"],
+)
 def test_routing_works_for_any_plan(make: Callable[[Tensor], Plan], backward: str) -> None:
     policy = MlpField()
     trajectory = with_log_ratios(make_rollout(policy), mixed_log_ratios())
@@ -741,6 +749,18 @@ def test_a_reference_that_is_not_finite_never_reaches_the_gradient(upstream: str
             upstream,
             reference=reference,
         )
+    assert policy.inner.grad is None
+
+
+@pytest.mark.parametrize("upstream", ["autograd", "closed_form"])
+def test_a_predicted_knot_that_is_not_finite_never_reaches_the_gradient(upstream: str) -> None:
+    policy = Broken()
+    trajectory = make_rollout(policy)
+    plan = causal_plan(trajectory.sigmas, [0, 3], predict=True)
+    assert plan.knot_sigmas is not None
+    policy.sigma = plan.knot_sigmas[0].item()
+    with pytest.raises(FloatingPointError, match="not finite at one of the predicted knots"):
+        gradient(policy, trajectory, ADVANTAGES, plan, OBJECTIVE, upstream, "joint")
     assert policy.inner.grad is None
 
 

@@ -213,6 +213,7 @@ TIGHT: dict[str, Callable[[Tensor], Plan]] = {
     "jagg W=2": lambda s: jagg_plan(s, 2, 1.0),
     "causal, 3 knots": lambda s: causal_plan(s, [0, 3, 6]),
     "causal, 1 knot": lambda s: causal_plan(s, [0]),
+    "causal, predicted": lambda s: causal_plan(s, [0, 3, 6], predict=True),
     "endpoint": lambda s: endpoint_plan(s, 4, 1.0),
     "subsample": lambda s: subsample_plan(s, 3, torch.Generator().manual_seed(0)),
 }

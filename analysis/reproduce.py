@@ -59,11 +59,11 @@ class Reproduce:
     jagg_frac: float = 0.6
     threshold: float = 0.9
     reward: str = "classifier"
-    calibration_batches: tuple[int, ...] = (3, 2)
-    evaluation_batches: tuple[int, ...] = (5, 3)
-    leak_batches: int = 10
+    calibration_batches: tuple[int, ...] = (3, 1)
+    evaluation_batches: tuple[int, ...] = (4, 3)
+    leak_batches: int = 8
     speed_backbones: tuple[str, ...] = ("digits-flux",)
-    speed_rounds: int = 11
+    speed_rounds: int = 7
     speed_batch: int = 16
     speed_window: int = 5
     device: str = "cpu"

@@ -189,7 +189,9 @@ def _workload(settings: GroupBench, backbone: Backbone) -> tuple[VelocityPolicy,
     prompts = [backbone.prompts[i % len(backbone.prompts)] for i in range(settings.batch)]
     policy = backbone.policy(prompts)
     seed = derive_seed(settings.seed, "bench")
-    latents = initial_latents(backbone.latent_shape, seed, range(settings.batch)).to(backbone.device)
+    # everything outside the network runs in the dtype of the latents, at least fp32
+    precision = torch.promote_types(torch.float32, getattr(torch, settings.dtype))
+    latents = initial_latents(backbone.latent_shape, seed, range(settings.batch)).to(backbone.device, precision)
     sigmas = dance_schedule(settings.steps, settings.shift)
     trajectory = rollout(policy, sigmas, DanceSDE(settings.eta), latents, seed)
     advantages = torch.randn(settings.batch, generator=generator_for(seed, "advantages")).to(backbone.device)

@@ -232,7 +232,8 @@ def build_pixel_backbone(spec: PixelSpec, device: torch.device | str, dtype: tor
         stored = (file.metadata() or {}).get("spec")
     if stored != spec_json(spec):
         raise ValueError(f"{path} was trained with another configuration than {spec.name} has now: retrain it")
-    module = PixelFlux(spec)
+    with torch.random.fork_rng(devices=[]):  # the weights it starts with are drawn
+        module = PixelFlux(spec)
     module.load_state_dict({key: value.float() for key, value in load_file(path).items()})
     return PixelBackbone(spec, module.to(device=device, dtype=dtype).eval())
 

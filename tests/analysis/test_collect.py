@@ -276,7 +276,8 @@ class Checkpointed(MlpField):
     def velocity(self, latents: Tensor, sigma: Tensor, rows: Tensor) -> Tensor:
         x = torch.cat([latents.flatten(1), sigma[:, None], self.prompts[rows]], dim=1)
         x = x * self.before if self.trained_input else x.requires_grad_()
-        hidden = checkpoint(self.block, x, use_reentrant=self.reentrant)
+        recompute = torch.is_grad_enabled()
+        hidden = checkpoint(self.block, x, use_reentrant=self.reentrant) if recompute else self.block(x)
         return (hidden @ self.outer.T).reshape(latents.shape)
 
 

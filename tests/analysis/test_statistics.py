@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import numpy as np
 import pytest
 
@@ -105,9 +107,18 @@ def test_a_planted_mean_is_a_leak(mean: float) -> None:
 
 
 def test_the_smallest_p_value_is_what_the_flips_allow() -> None:
-    """Three batches have four patterns of signs, so that a quarter of the flips leaves the mean as it is."""
-    found = leak_test(gram_of(3, 100.0, 0))
-    assert found.p_value == pytest.approx(0.25, abs=0.03)
+    """Three batches have four patterns of signs, one of which is the observed one; ten have 512."""
+    assert leak_test(gram_of(3, 100.0, 0)).p_value == 1 / 4
+    assert leak_test(gram_of(10, 100.0, 0)).p_value == 1 / 512
+    assert 0 < leak_test(gram_of(20, 100.0, 0)).p_value < 0.01
+
+
+def test_few_batches_flip_every_way() -> None:
+    gram = gram_of(6, 0.3, 1)
+    signs = np.array(list(product((1, -1), repeat=6)))
+    means = np.einsum("di,ij,dj->d", signs, gram, signs)
+    assert leak_test(gram).p_value == pytest.approx(np.mean(means >= gram.sum() * (1 - 1e-9)), abs=1e-12)
+    assert leak_test(gram, 1) == leak_test(gram, 2)
 
 
 def test_scale_does_not_matter() -> None:
@@ -120,9 +131,11 @@ def test_scale_does_not_matter() -> None:
 
 
 def test_a_seed_is_a_leak() -> None:
-    gram = gram_of(8, 0.0, 0)
+    """With many batches the flips are drawn."""
+    gram = gram_of(16, 0.0, 0)
     assert leak_test(gram, 1) == leak_test(gram, 1)
     assert leak_test(gram, 1).p_value != leak_test(gram, 2).p_value
+    assert leak_test(gram, 1).p_value == pytest.approx(leak_test(gram, 2).p_value, abs=0.06)
     assert isinstance(leak_test(gram), Leak)
 
 

@@ -37,3 +37,8 @@ class StubBackbone:
 
 STUB = BackboneEntry("stub", "for tests", lambda device, dtype: StubBackbone(dtype))
 """Put it into the registry with ``monkeypatch.setitem(registry._REGISTRY, "stub", STUB)``."""
+
+
+def constant(images: Tensor, prompts: Sequence[str]) -> Tensor:
+    """A reward that says nothing."""
+    return torch.ones(len(images))

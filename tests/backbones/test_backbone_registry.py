@@ -87,7 +87,9 @@ def test_a_name_is_registered_once() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_loading(dtype: torch.dtype) -> None:
+    state = torch.get_rng_state()
     backbone = load_backbone("digits-flux", dtype=dtype)
+    assert torch.equal(torch.get_rng_state(), state)
     assert (backbone.name, backbone.dataset, backbone.latent_shape) == ("digits-flux", "digits", (16, 4))
     assert backbone.device == torch.device("cpu")
     assert not backbone.transformer.training

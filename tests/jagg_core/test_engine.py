@@ -461,6 +461,21 @@ def test_without_parameters_the_first_knot_decides(backward: str) -> None:
     assert len(policy.calls) <= 2
 
 
+def test_a_rollout_of_unknown_weights_is_checked_at_the_knots() -> None:
+    policy = MlpField()
+    trajectory = dataclasses.replace(make_rollout(policy), weights_version=None)
+    plan = jagg_plan(trajectory.sigmas, 3, 1.0)
+    automatic, report = gradient(policy, trajectory, ADVANTAGES, plan, OBJECTIVE)
+    assert report.upstream == "autograd"
+    assert (
+        relative_error(gradient(policy, trajectory, ADVANTAGES, plan, OBJECTIVE, "closed_form")[0], automatic) < 1e-11
+    )
+    nudge(policy, 0.05)
+    with pytest.raises(OffPolicyError, match="other weights than the rollout's"):
+        gradient(policy, trajectory, ADVANTAGES, plan, OBJECTIVE, "closed_form")
+    assert policy.inner.grad is None
+
+
 def test_auto_falls_back_after_a_weight_change() -> None:
     policy = MlpField()
     trajectory = make_rollout(policy)

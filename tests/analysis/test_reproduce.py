@@ -1,0 +1,340 @@
+"""The main job from end to end: on the shipped digits as small as it goes, and on a stub where something fails."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+from matplotlib.figure import Figure
+from PIL import Image
+
+from analysis import reproduce
+from analysis.__main__ import main
+from analysis.report import write_report
+from analysis.reproduce import Reproduce, run
+from analysis.workload import Recipe
+from jagg_core import Plan
+from jagg_core.backbones import load_backbone
+from jagg_core.records import Record, plain, read_json
+from tests.backbones.stub import StubBackbone
+
+ROOT = Path(__file__).resolve().parents[2]
+TABLES = {"whole_update", "per_group", "pareto", "routing", "leak", "speed", "failures"}
+SMOKE = Reproduce(
+    backbone="digits-flux",
+    etas=(0.7,),
+    windows=(3,),
+    calibration_batches=(1,),
+    evaluation_batches=(2,),
+    leak_batches=3,
+    speed_rounds=2,
+    speed_batch=2,
+    speed_window=3,
+    recipe=Recipe(steps=6, prompts=1, samples=2),
+)
+
+
+# The shipped digits
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("digits")
+    with contextlib.chdir(ROOT):
+        record = run(SMOKE, out)
+    assert plain(record.cells[0].values) == Record.read(out / "record.json").cells[0].values
+    write_report(out)
+    return out
+
+
+@pytest.fixture(scope="module")
+def record(folder: Path) -> Record:
+    return Record.read(folder / "record.json")
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
+
+
+def test_every_cell_is_ok(folder: Path, record: Record) -> None:
+    speed = Record.read(folder / "speed-digits-flux.json")
+    assert [(c.name, c.reason) for c in [*record.cells, *speed.cells] if c.status != "ok"] == []
+    names = {c.name for c in record.cells}
+    assert {"eta=0.7/knots", "eta=0.7/evaluation", "eta=0.7/leak", "samples"} <= names
+    assert {f"eta=0.7/{e}" for e in ("jagg-w3-f1", "jagg-w3-f0.6", "endpoint-w3-f1", "causal-4", "spline-4")} <= names
+    assert {f"eta=0.7/leak/{e}" for e in ("exact", "jagg-w3-f1", "causal-4", "subsample-4")} <= names
+    assert {c.name for c in speed.cells} >= {"exact", "exact-bare", "paper-joint", "closed-form-batched"}
+
+
+def test_the_record_says_what_was_asked(record: Record) -> None:
+    assert record.kind == "reproduce"
+    assert record.settings["recipe"]["steps"] == 6
+    assert len(record.schedule) == 5
+    assert record.schedule[0] == 1
+    assert record.environment["threads"] == 1
+
+
+def test_calibration_and_evaluation_are_different_rollouts(record: Record) -> None:
+    assert {purpose: len(seeds) for purpose, seeds in record.seeds.items()} == {
+        "calibration eta=0.7": 1,
+        "evaluation eta=0.7": 2,
+        "leak eta=0.7": 3,
+    }
+    seeds = [seed for own in record.seeds.values() for seed in own]
+    assert len(set(seeds)) == 6
+
+
+def test_samples_are_raw_and_in_range(record: Record) -> None:
+    judged = [c for c in record.cells if "headline" in c.settings]
+    assert len(judged) > 10
+    for cell in judged:
+        assert {len(values) for values in cell.samples.values()} == {2}
+        for cosine in cell.samples["cosine"]:
+            assert cosine is not None
+            assert -1 <= cosine <= 1
+        exact = cell.settings["passes"] == 5 and cell.settings["family"] in ("subsample", "spline", "causal")
+        assert (cell.samples["rel_error"] == [0, 0]) == exact, cell.name
+    groups = record.cell("eta=0.7/jagg-w3-f1").samples
+    assert {k for k in groups if k.endswith("cosine")} == {"cosine", "w3.group0.cosine"}
+    assert record.cell("eta=0.7/endpoint-w3-f1").samples["cosine"] != groups["cosine"]
+
+
+def test_files(folder: Path) -> None:
+    assert {p.name for p in folder.iterdir()} == {
+        "calibration-eta0.7.json",
+        "figures",
+        "record.json",
+        "report.html",
+        "samples.png",
+        "speed-digits-flux.json",
+        "tables",
+    }
+    assert {p.name for p in (folder / "tables").iterdir()} == {f"{name}.csv" for name in TABLES}
+    names = {"cosine_per_group_w3", "leak", "pareto", "speed"}
+    assert {p.name for p in (folder / "figures").iterdir()} == {f"{n}.{k}" for n in names for k in ("png", "svg")}
+    for path in (folder / "figures").glob("*.png"):
+        with Image.open(path) as picture:
+            assert min(picture.size) > 200
+    with Image.open(folder / "samples.png") as sheet:
+        assert sheet.size == (2 * 25 + 1, 25 + 1)
+    assert len(read_json(folder / "record.json")["cells"]) > 20
+
+
+def test_tables_are_means_of_the_samples(folder: Path, record: Record) -> None:
+    whole = pd.read_csv(folder / "tables" / "whole_update.csv")
+    assert len(whole) == sum(bool(c.settings.get("headline")) for c in record.cells)
+    for _, row in whole.iterrows():
+        samples = record.cell(f"eta=0.7/{row['estimator']}").samples
+        for metric in ("cosine", "rel_error", "norm_ratio"):
+            assert row[metric] == pytest.approx(np.mean(samples[metric]), rel=1e-12)  # type: ignore[arg-type]
+            low, high = row[f"{metric}_low"], row[f"{metric}_high"]
+            assert min(samples[metric]) - 1e-12 <= low <= high <= max(samples[metric]) + 1e-12  # type: ignore[type-var, operator]
+        assert row["n"] == 2
+    speed = pd.read_csv(folder / "tables" / "speed.csv")
+    assert speed.loc[speed["arm"] == "exact", "speed_up"].tolist() == [1.0]
+    assert (speed["passes"] == [3, 3, 3, 3, 2, 2, 2, 2]).all()
+    leak = pd.read_csv(folder / "tables" / "leak.csv")
+    assert (leak["n"] == 3).all()
+    assert pd.read_csv(folder / "tables" / "routing.csv")["window"].tolist() == [3]
+
+
+def test_calibrated_plans_load_back(folder: Path, record: Record) -> None:
+    path = folder / "calibration-eta0.7.json"
+    for passes in (2, 5):
+        plan = Plan.from_calibration(path, passes)
+        assert list(plan.knots) == record.cell("eta=0.7/knots").values["causal"][str(passes)]["knots"]
+        assert plan.knots[0] == 0
+
+
+def test_the_page_needs_nothing_else(folder: Path) -> None:
+    page = (folder / "report.html").read_text()
+    assert re.findall(r"(?:src|href)\s*=\s*[\"']?(?!data:)[^\s\"'>]+", page) == []
+    outside = ("http://", "https://", "<script", "<link", "<iframe", "@import", "url(")
+    assert [word for word in outside if word in page] == []
+    assert len(re.findall(r'<img src="data:image/png;base64,[A-Za-z0-9+/=]{1000,}"', page)) == 4
+    assert page.count('<img src="data:image/png;base64,') == 5
+    for heading in ("Whole update", "Group by group", "How much may be approximated", "Leak", "Time of one group"):
+        assert f"<h2>{heading}" in page
+    assert "Cells that failed" not in page
+    assert str(folder) not in page.replace(" ".join(Record.read(folder / "record.json").command), "")
+
+
+def test_the_report_comes_from_the_stored_records_alone(folder: Path, tmp_path: Path) -> None:
+    """Byte by byte, in another folder that holds only what was computed."""
+    expected = contents(folder)
+    for name in ("record.json", "speed-digits-flux.json", "samples.png"):
+        shutil.copy(folder / name, tmp_path / name)
+    write_report(tmp_path)
+    found = contents(tmp_path)
+    assert found.keys() == expected.keys()
+    assert [name for name in found if found[name] != expected[name]] == []
+
+
+# A stub, where something fails
+
+
+Run = Callable[..., Record]
+
+
+@pytest.fixture
+def run_stub(stub: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
+    """Run the job on the stub into ``tmp_path``; ``python -m bench`` ends with exit code 3 at once."""
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\nexit 3\n")
+    python.chmod(0o755)
+    monkeypatch.setattr(reproduce.sys, "executable", str(python))
+
+    def job(**changes: Any) -> Record:
+        settings = replace(SMOKE, backbone=stub, reward="ink", speed_backbones=())
+        return run(replace(settings, **changes), tmp_path / "run")
+
+    return job
+
+
+def not_ok(record: Record) -> dict[str, str | None]:
+    return {c.name: c.reason for c in record.cells if c.status != "ok"}
+
+
+def test_what_fails_is_recorded_and_the_rest_still_runs(
+    run_stub: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    judge = reproduce.judge
+
+    def sabotaged(tables: Any, estimator: Any, windows: Any) -> Any:
+        if estimator.name == "jagg-w3-f1":
+            raise ArithmeticError("sabotage")
+        return judge(tables, estimator, windows)
+
+    monkeypatch.setattr(reproduce, "judge", sabotaged)
+    record = run_stub()
+    assert not_ok(record) == {"eta=0.7/jagg-w3-f1": "ArithmeticError: sabotage"}
+    assert record.cell("samples").status == "ok"
+    speed = Record.read(tmp_path / "run" / "speed-stub.json")
+    assert not_ok(speed) == {"speed": "python -m bench group ended with exit code 3"}
+    _, shown, said = write_report(tmp_path / "run")
+    assert shown["failures"]["cell"].tolist() == ["eta=0.7/jagg-w3-f1", "speed"]
+    assert set(shown["failures"]["status"]) == {"failed"}
+    csv = pd.read_csv(tmp_path / "run" / "tables" / "whole_update.csv")
+    assert "jagg-w3-f1" not in csv["estimator"].tolist()
+    assert "endpoint-w3-f1" in csv["estimator"].tolist()
+    page = (tmp_path / "run" / "report.html").read_text()
+    assert "Cells that failed" in page
+    assert "ended with exit code 3" in page
+    assert "ArithmeticError: sabotage" in page
+    assert "Whole update" in page
+    assert "Time of one group" not in page
+    assert not any(text.startswith("Speed") for text in said)
+    # the figure that lacks the cell is still drawn, the one that lacks all of them is not
+    figures = {p.name for p in (tmp_path / "run" / "figures").glob("*.png")}
+    assert figures == {"cosine_per_group_w3.png", "pareto.png", "leak.png"}
+
+
+SHORTEST = [(steps, window) for steps in range(3, 9) for window in (2, 3) if window < steps]
+
+
+@pytest.mark.parametrize(("steps", "window"), SHORTEST)
+def test_the_shortest_schedules_run(steps: int, window: int, run_stub: Run) -> None:
+    record = run_stub(windows=(window,), speed_window=2, recipe=Recipe(steps=steps, prompts=1, samples=2))
+    assert not_ok(record) == {}
+    assert {c.settings["passes"] for c in record.cells if "headline" in c.settings} >= {steps - 1}
+
+
+def test_each_eta_has_its_own_cells(run_stub: Run) -> None:
+    record = run_stub(etas=(0.7, 0.3), calibration_batches=(2, 1), evaluation_batches=(3, 2))
+    assert not_ok(record) == {}
+    assert {k: len(v) for k, v in record.seeds.items()} == {
+        "calibration eta=0.7": 2,
+        "evaluation eta=0.7": 3,
+        "leak eta=0.7": 3,
+        "calibration eta=0.3": 1,
+        "evaluation eta=0.3": 2,
+    }
+    assert len(record.cell("eta=0.7/causal-4").samples["cosine"]) == 3
+    assert len(record.cell("eta=0.3/causal-4").samples["cosine"]) == 2
+    assert not any(c.name.startswith("eta=0.3/leak") for c in record.cells)
+
+
+def test_the_same_settings_are_the_same_numbers(run_stub: Run) -> None:
+    first, second = run_stub(), run_stub()
+    assert plain([vars(c) for c in first.cells]) == plain([vars(c) for c in second.cells])
+    other = run_stub(recipe=replace(SMOKE.recipe, seed=1))
+    assert other.cell("eta=0.7/jagg-w3-f1").samples != first.cell("eta=0.7/jagg-w3-f1").samples
+
+
+def test_a_search_that_fails_costs_only_its_eta(run_stub: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    search = reproduce.KnotSearch
+    made: list[object] = []
+
+    def sabotaged(*arguments: Any) -> Any:
+        made.append(arguments)
+        if len(made) == 2:
+            raise FloatingPointError("sabotage")
+        return search(*arguments)
+
+    monkeypatch.setattr(reproduce, "KnotSearch", sabotaged)
+    record = run_stub(etas=(0.7, 0.3))
+    assert not_ok(record) == {"eta=0.7/knots": "FloatingPointError: sabotage"}
+    assert [c.name for c in record.cells if c.name.startswith("eta=0.7")] == ["eta=0.7/knots"]
+    assert record.cell("eta=0.3/causal-4").status == "ok"
+    assert record.cell("samples").status == "ok"
+
+
+def test_rewards_that_do_not_vary_are_said(run_stub: Run) -> None:
+    record = run_stub(reward="tests.backbones.stub:constant")
+    message = "ValueError: none of the 1 calibration batches has any advantage: the reward does not vary"
+    assert not_ok(record) == {"eta=0.7/knots": message}
+
+
+def test_what_was_done_before_an_interruption_is_stored(
+    run_stub: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(reproduce, "plan_gradients", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run_stub()
+    record = Record.read(tmp_path / "run" / "record.json")
+    assert not_ok(record) == {}
+    assert len(record.cell("eta=0.7/causal-4").samples["cosine"]) == 2
+    assert not any(c.name.startswith("eta=0.7/leak") for c in record.cells)
+
+
+def test_an_added_and_a_deleted_cell(
+    run_stub: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_stub()
+    out = tmp_path / "run"
+    (out / "speed-stub.json").unlink()
+    monkeypatch.setattr("analysis.report.make_figures", lambda *_: {"leak": Figure()})
+    main(["report", str(out)])
+    assert "Cells that failed" not in (out / "report.html").read_text()
+    record = Record.read(out / "record.json")
+    record.cells = [c for c in record.cells if "leak" not in c.name]
+    spoilt = record.cell("eta=0.7/causal-4")
+    spoilt.status, spoilt.reason, spoilt.samples = "failed", "MemoryError: <too much>", {}
+    record.write(out / "record.json")
+    with pytest.raises(SystemExit) as caught:
+        main(["report", str(out)])
+    assert caught.value.code == 1
+    assert "1 cells failed" in capsys.readouterr().err
+    csv = pd.read_csv(out / "tables" / "failures.csv")
+    assert csv.to_dict("records") == [
+        {"backbone": "stub", "cell": "eta=0.7/causal-4", "status": "failed", "reason": "MemoryError: <too much>"}
+    ]
+    page = (out / "report.html").read_text()
+    assert "MemoryError: &lt;too much&gt;" in page
+    assert "<h2>Leak" not in page
+    assert (out / "tables" / "leak.csv").read_text().strip('"\n') == ""
+
+
+def test_the_stub_is_what_it_pretends_to_be(stub: str) -> None:
+    assert isinstance(load_backbone(stub), StubBackbone)

@@ -1,0 +1,201 @@
+"""The commands, run in this process: what they write, and how they refuse."""
+
+from __future__ import annotations
+
+import argparse
+import io
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import load_file
+
+import analysis.__main__
+import bench.__main__
+import jagg_core.__main__
+from jagg_core.__main__ import main
+from jagg_core.backbones import list_backbones
+from jagg_core.backbones.pixel import weights_path
+from jagg_core.backbones.training import RECIPES, FlowTraining
+from jagg_core.rewards import list_rewards
+
+Capture = pytest.CaptureFixture[str]
+PARSERS: dict[str, tuple[Callable[[], argparse.ArgumentParser], Callable[[list[str]], None]]] = {
+    "jagg_core": (jagg_core.__main__.parser, jagg_core.__main__.main),
+    "analysis": (analysis.__main__.parser, analysis.__main__.main),
+    "bench": (bench.__main__.parser, bench.__main__.main),
+}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def refused(arguments: list[str], run: Callable[[list[str]], None] = main) -> int | str | None:
+    with pytest.raises(SystemExit) as caught:
+        run(arguments)
+    return caught.value.code
+
+
+# Help
+
+
+def commands(top: argparse.ArgumentParser, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    """Every command and its subcommands."""
+    yield path
+    for action in top._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for name, below in action.choices.items():
+                yield from commands(below, (*path, name))
+
+
+EVERY_COMMAND = [(package, path) for package, (parser, _) in PARSERS.items() for path in commands(parser())]
+
+
+@pytest.mark.parametrize(("package", "path"), EVERY_COMMAND, ids=[" ".join((p, *c)) for p, c in EVERY_COMMAND])
+def test_every_command_has_help(package: str, path: tuple[str, ...], capsys: Capture) -> None:
+    assert refused([*path, "--help"], PARSERS[package][1]) == 0
+    shown = capsys.readouterr()
+    assert shown.err == ""
+    assert shown.out.startswith(" ".join(("usage: python -m", package, *path)))
+
+
+def test_all_commands_are_known() -> None:
+    assert len(EVERY_COMMAND) == len(set(EVERY_COMMAND)) >= 10
+    assert {
+        ("jagg_core", ("sample",)),
+        ("jagg_core", ("backbones", "train")),
+        ("jagg_core", ("rewards", "train")),
+        ("analysis", ("reproduce",)),
+        ("analysis", ("report",)),
+        ("bench", ("group",)),
+    } <= set(EVERY_COMMAND)
+
+
+@pytest.mark.parametrize("package", PARSERS)
+def test_without_a_command_it_says_which_there_are(package: str, capsys: Capture) -> None:
+    assert refused([], PARSERS[package][1]) == 2
+    assert "command" in capsys.readouterr().err
+
+
+# Lists
+
+
+def test_backbones_are_listed(capsys: Capture) -> None:
+    main(["backbones"])
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == [entry.name for entry in list_backbones()]
+    assert all(entry.description in line for entry, line in zip(list_backbones(), lines, strict=True))
+
+
+def test_rewards_are_listed(capsys: Capture) -> None:
+    main(["rewards"])
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == list(list_rewards())
+
+
+# Samples
+
+
+def sample(out: Path, *arguments: str) -> bytes:
+    shared = ["--backbone", "digits-flux", "--prompts", "3", "7", "0", "--count", "2", "--steps", "4"]
+    main(["sample", *shared, "--out", str(out), *arguments])
+    return out.read_bytes()
+
+
+def test_a_sheet_has_a_row_per_prompt(tmp_path: Path, capsys: Capture) -> None:
+    state = torch.get_rng_state()
+    ode = sample(tmp_path / "deep" / "a.png")
+    assert torch.equal(torch.get_rng_state(), state)
+    assert f"wrote {tmp_path / 'deep' / 'a.png'}: 6 samples, a row per prompt" in capsys.readouterr().out
+    with Image.open(io.BytesIO(ode)) as sheet:
+        assert (sheet.format, sheet.size) == ("PNG", (2 * 25 + 1, 3 * 25 + 1))
+        pixels = np.asarray(sheet)
+    tiles = [pixels[1 + 25 * y : 25 + 25 * y, 1 + 25 * x : 25 + 25 * x] for y in range(3) for x in range(2)]
+    assert len({tile.tobytes() for tile in tiles}) == 6
+    assert all(tile.std() > 20 for tile in tiles)
+    assert sample(tmp_path / "b.png") == ode
+    other = {sample(tmp_path / "c.png", *change) for change in (["--eta", "0.7"], ["--seed", "1"], ["--guidance", "3"])}
+    assert len(other | {ode}) == 4
+
+
+def test_the_sde_has_a_seed(tmp_path: Path) -> None:
+    first, second, other = (sample(tmp_path / "x.png", "--eta", "0.7", "--seed", s) for s in ("4", "4", "5"))
+    assert first == second != other
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--eta", "-0.1"], "eta must be at least 0, found -0.1"),
+        (["--eta", "nan"], "eta must be at least 0, found nan"),
+        (["--eta", "inf"], "eta of DanceSDE must be positive, found inf"),
+        (["--count", "0"], "count must be at least 1, found 0"),
+        (["--steps", "0"], "steps must be at least 1, found 0"),
+        (["--shift", "0"], "shift must be positive, found 0.0"),
+        (["--backbone", "digit-flux"], "did you mean 'digits-flux'"),
+        (["--prompts", "3", "cat"], "prompts: digits-flux knows"),
+        (["--device", "nonsense"], "device 'nonsense' cannot be used here"),
+        (["--eta", "0.5", "--steps", "1"], "N >= 2 steps, found [2]"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_a_bad_setting_names_itself(arguments: list[str], message: str, tmp_path: Path, capsys: Capture) -> None:
+    out = ["--out", str(tmp_path / "x.png")]
+    assert refused(["sample", "--backbone", "digits-flux", *out, *arguments]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("python -m jagg_core: error: ")
+    assert message in said
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(("flag", "value"), [("--count", "two"), ("--eta", "much"), ("--colour", "red")])
+def test_a_flag_that_cannot_be_read(flag: str, value: str, capsys: Capture) -> None:
+    assert refused(["sample", flag, value]) == 2
+    assert flag in capsys.readouterr().err
+
+
+# Training
+
+
+def test_training_writes_where_it_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
+    monkeypatch.setitem(RECIPES, "digits-flux", FlowTraining(steps=3, batch=2))
+    shipped = weights_path("digits-flux").read_bytes()
+    for name, flags, steps in (("a", [], 3), ("b", ["--steps", "1", "--seed", "3"], 1)):
+        out = tmp_path / name
+        main(["backbones", "train", "digits-flux", *flags, "--out", str(out)])
+        shown = capsys.readouterr()
+        assert f"wrote {out}: mean loss of the last steps" in shown.out
+        assert f"{steps}/{steps}" in shown.err, "the progress bar"
+        assert load_file(out).keys() == load_file(weights_path("digits-flux")).keys()
+    assert weights_path("digits-flux").read_bytes() == shipped
+
+
+@pytest.mark.parametrize("kind", ["backbones", "rewards"])
+def test_training_refuses_no_steps(kind: str, tmp_path: Path, capsys: Capture) -> None:
+    name = {"backbones": "digits-flux", "rewards": "digits"}[kind]
+    assert refused([kind, "train", name, "--steps", "0", "--out", str(tmp_path / "w")]) == 2
+    assert "steps must be at least 1, found 0" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_training_refuses_unknown_names(capsys: Capture) -> None:
+    assert refused(["backbones", "train", "digit-flux"]) == 2
+    assert "digit-flux" in capsys.readouterr().err
+
+
+# Reports
+
+
+def test_a_report_of_an_empty_folder(tmp_path: Path, capsys: Capture) -> None:
+    assert refused(["report", str(tmp_path)], analysis.__main__.main) == 2
+    assert "holds no record.json: is it the folder of a finished run?" in capsys.readouterr().err
+    assert refused(["report", str(tmp_path / "missing")], analysis.__main__.main) == 2
+    assert list(tmp_path.iterdir()) == []

@@ -8,9 +8,11 @@ from __future__ import annotations
 import math
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from tqdm import tqdm
@@ -39,6 +41,7 @@ PARETO_WINDOWS = range(3, FUTURE + 2)
 METRICS = ("cosine", "rel_error", "norm_ratio")
 
 
+Result = TypeVar("Result")
 Knots = dict[str, dict[int, tuple[int, ...]]]
 """By family and number of passes."""
 
@@ -48,6 +51,8 @@ class Reproduce:
     """Settings of the main job.
 
     Numbers of batches are given eta by eta, the last one for all further etas. The leak is tested at the first eta.
+    ``workers`` rollout batches are differentiated at a time, each with its share of the cores (0: up to 4 on the CPU,
+    1 on a GPU). The backbone is timed at the batch of its rollouts; ``speed_backbones`` at ``speed_batch``.
 
     Raises:
         ValueError: a setting out of range; raised before any model is loaded.
@@ -59,8 +64,8 @@ class Reproduce:
     jagg_frac: float = 0.6
     threshold: float = 0.9
     reward: str = "classifier"
-    calibration_batches: tuple[int, ...] = (3, 1)
-    evaluation_batches: tuple[int, ...] = (4, 3)
+    calibration_batches: tuple[int, ...] = (4, 2)
+    evaluation_batches: tuple[int, ...] = (4, 4)
     leak_batches: int = 8
     speed_backbones: tuple[str, ...] = ("digits-flux",)
     speed_rounds: int = 7
@@ -68,6 +73,7 @@ class Reproduce:
     speed_window: int = 5
     device: str = "cpu"
     dtype: str = "float32"
+    workers: int = 0
     recipe: Recipe = field(default_factory=Recipe)
 
     def __post_init__(self) -> None:
@@ -77,7 +83,7 @@ class Reproduce:
             counts = getattr(self, name)
             if not counts or min(counts) < low:
                 raise ValueError(f"{name} must be numbers of at least {low}, found {list(counts)}")
-        require_at_least(self, leak_batches=3, speed_rounds=2, speed_batch=1, speed_window=2)
+        require_at_least(self, leak_batches=3, workers=0, speed_rounds=2, speed_batch=1, speed_window=2)
         if self.speed_window > self.recipe.steps - 1:
             raise ValueError(
                 f"speed_window must be at most the {self.recipe.steps - 1} trained steps, found {self.speed_window}"
@@ -130,7 +136,7 @@ def time_groups(settings: Reproduce, out: Path) -> None:
         command = [sys.executable, "-m", "bench", "group", "--backbone", name, "--out", str(target)]
         for flag, value in (
             ("rounds", settings.speed_rounds),
-            ("batch", settings.speed_batch),
+            ("batch", settings.speed_batch if name in settings.speed_backbones else settings.recipe.batch),
             ("window", settings.speed_window),
             ("eta", settings.etas[0]),
             ("steps", settings.recipe.steps),
@@ -181,30 +187,42 @@ class _Job:
         Raises:
             ValueError: no batch had any advantage.
         """
-        found = []
         count = self.settings.batches(purpose, eta)
         pairs = len(reachable_pairs(len(self.sigmas), PAST, FUTURE)) + sum(plan.passes for plan in predicted)
         with tqdm(total=count * pairs, desc=f"{purpose} rollouts, eta {eta:g}", unit="pass") as bar:
-            for number in range(count):
-                batch = self.batch(eta, purpose, number)
+
+            def collect(batch: Batch) -> CrossTable | None:
                 if not batch.advantages.any():
                     bar.update(pairs)
-                    continue
-                found.append(
-                    collect_table(
-                        batch.policy,
-                        batch.trajectory,
-                        batch.advantages,
-                        self.objective,
-                        past=PAST,
-                        future=FUTURE,
-                        predicted=predicted,
-                        progress=bar.update,
-                    )
+                    return None
+                return collect_table(
+                    batch.policy,
+                    batch.trajectory,
+                    batch.advantages,
+                    self.objective,
+                    past=PAST,
+                    future=FUTURE,
+                    predicted=predicted,
+                    progress=bar.update,
                 )
+
+            batches = [self.batch(eta, purpose, number) for number in range(count)]
+            found = [table for table in self.side_by_side(collect, batches) if table is not None]
         if not found:
             raise ValueError(f"none of the {count} {purpose} batches has any advantage: the reward does not vary")
         return found
+
+    def side_by_side(self, work: Callable[[Batch], Result], batches: list[Batch]) -> list[Result]:
+        """``work`` on every batch, several at a time: at these sizes threads serve batches better than matrices."""
+        automatic = min(4, torch.get_num_threads()) if self.backbone.device.type == "cpu" else 1
+        workers = min(self.settings.workers or automatic, len(batches))
+        threads = torch.get_num_threads()
+        torch.set_num_threads(max(1, threads // workers))
+        try:
+            with ThreadPoolExecutor(workers) as pool:
+                return list(pool.map(work, batches))
+        finally:
+            torch.set_num_threads(threads)
 
     def search_knots(self, eta: float) -> Knots | None:
         """Best knots on calibration rollouts; None if that failed."""
@@ -258,12 +276,19 @@ class _Job:
         plans = {e.name: e.plans[0] for e in suspects}
         gradients: dict[str, list[torch.Tensor]] = {e.name: [] for e in suspects}
         with recorded(self.record.cells, f"eta={eta:g}/leak", eta=eta):
-            for number in tqdm(range(settings.leak_batches), desc=f"leak test, eta {eta:g}", unit="batch"):
-                batch = self.batch(eta, "leak", number)
+            bar = tqdm(total=settings.leak_batches, desc=f"leak test, eta {eta:g}", unit="batch")
+
+            def differentiate(batch: Batch) -> dict[str, torch.Tensor]:
                 ones = torch.ones_like(batch.advantages)
                 found = plan_gradients(batch.policy, batch.trajectory, ones, self.objective, plans)
-                for name, gradient in found.items():
-                    gradients[name].append(gradient)
+                bar.update()
+                return found
+
+            with bar:
+                batches = [self.batch(eta, "leak", number) for number in range(settings.leak_batches)]
+                for found in self.side_by_side(differentiate, batches):
+                    for name, gradient in found.items():
+                        gradients[name].append(gradient)
         if self.record.cells[-1].status == "ok":
             for estimator in suspects:
                 name = f"eta={eta:g}/leak/{estimator.name}"

@@ -47,7 +47,7 @@ class GroupBench:
     window: int = 5
     batch: int = 16
     rounds: int = 15
-    warmup: int = 2
+    warmup: int = 1
     eta: float = 0.7
     steps: int = 21
     shift: float = 3.0

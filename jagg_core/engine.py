@@ -68,6 +68,7 @@ class Report:
         forwards: forwards of the batch, with and without graph. reference_forwards: of the reference policy.
         backward_calls: calls of ``torch.autograd.backward``.
         upstream, backward: the modes that ran. anticipating: see `Plan.anticipating`.
+        log_ratio_by_step: largest magnitude of the log ratio at each step where it was evaluated.
         seconds: per phase (forward, upstream, backward), if a clock was given.
     """
 
@@ -86,6 +87,7 @@ class Report:
     upstream: str
     backward: str
     anticipating: bool
+    log_ratio_by_step: dict[int, float] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
 
 
@@ -200,6 +202,8 @@ class _Update:
         batch = self.trajectory.batch
         if max_rows is not None and max_rows < batch:
             raise ValueError(f"max_rows must be at least the batch of {batch}, found {max_rows}")
+        if max_rows is not None and backward in ("joint", "sequential"):
+            raise ValueError(f"max_rows limits batched passes, but backward is {backward!r}")
         self.on_policy = self._same_weights()
         if upstream == "closed_form" and self.on_policy is False:
             raise OffPolicyError(
@@ -371,14 +375,15 @@ class _Update:
         """A pass per inner step for the samples that were routed to exact, on all ranks alike."""
         positions, steps = self.components[component]
         mixed = self.routed[component]
+        done = {self.plan.knots[i] for i in positions} if self.plan.knot_sigmas is None else set()
+        inner = [j for j in steps if j not in done]
         here = bool(mixed.any())
-        if not _on_any_rank(here, mixed.device):
+        if not inner or not _on_any_rank(here, mixed.device):
             return
         # a rank without such samples joins with one sample of weight zero, to keep collectives in step
         members = mixed.nonzero().flatten() if here else torch.zeros(1, dtype=torch.long, device=mixed.device)
         weight = self.scale if here else 0.0
-        done = {self.plan.knots[i] for i in positions} if self.plan.knot_sigmas is None else set()
-        for step in [j for j in steps if j not in done]:
+        for step in inner:
             velocity = self._velocities([self.trajectory.site(step)], members)
             self._backward(velocity, [weight * self.known[step].gradient[members]])
             self.passes += 1
@@ -444,6 +449,7 @@ class _Update:
             upstream=self.upstream,
             backward=self.backward,
             anticipating=self.plan.anticipating,
+            log_ratio_by_step=dict(zip(ratios, log_ratio.abs().amax(1).tolist(), strict=True)),
             seconds=dict(self.seconds) if self.clock is not None else {},
         )
 

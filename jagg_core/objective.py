@@ -69,7 +69,8 @@ def group_advantages(
     values = torch.where(valid, values, 0.0)
     groups = prompt_ids.unique(return_inverse=True)[1].to(values.device)
     whole = torch.zeros_like(groups)
-    if "prompt" in (centre, scale) and (groups.bincount() == 1).any():
+    alone = groups[valid].bincount(minlength=1) == 1
+    if "prompt" in (centre, scale) and alone.any():
         warnings.warn(
             "no group signal: a prompt has a single sample, so its advantage is 0; draw several samples per prompt",
             NoGroupSignal,

@@ -32,10 +32,15 @@ def time_shift(sigmas: Tensor, shift: float) -> Tensor:
     return shift * sigmas / (1 + (shift - 1) * sigmas)
 
 
-def dance_schedule(steps: int, shift: float = 3.0) -> Tensor:
-    """DanceGRPO and MixGRPO: an even grid from 1 to 0, shifted. ``[steps + 1]``, first entry 1, last 0."""
+def dance_schedule(steps: int, shift: float = 3.0, precision: torch.dtype = torch.float64) -> Tensor:
+    """DanceGRPO and MixGRPO: an even grid from 1 to 0, shifted. ``[steps + 1]``, first entry 1, last 0.
+
+    DanceGRPO computes the grid in fp32 (``precision``), which decides what a truncated timestep is: 874 or 875.
+    """
     _check_steps(steps)
-    return time_shift(1 - torch.arange(steps + 1, dtype=torch.float64) / steps, shift)
+    if precision == torch.float64:
+        return time_shift(1 - torch.arange(steps + 1, dtype=precision) / steps, shift)
+    return time_shift(torch.linspace(1, 0, steps + 1, dtype=precision), shift).double()
 
 
 def sd3_schedule(steps: int, shift: float = 3.0) -> Tensor:

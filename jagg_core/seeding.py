@@ -10,8 +10,8 @@ from torch import Tensor
 
 
 def derive_seed(seed: int, *purpose: str | int) -> int:
-    """A 63-bit seed for one purpose. Equal arguments give equal seeds; any difference gives an unrelated one."""
-    text = "/".join(str(part) for part in (seed, *purpose))
+    """A 63-bit seed for one purpose. Equal parts (as text) give equal seeds; any difference gives an unrelated one."""
+    text = "/".join(str(part).replace("\\", "\\\\").replace("/", "\\/") for part in (seed, *purpose))
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
 
 

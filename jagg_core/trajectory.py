@@ -221,7 +221,7 @@ def _same_steps(what: str, ours: Tensor, theirs: Tensor, tolerance: float) -> No
 
 
 def weights_version(policy: VelocityPolicy) -> int | None:
-    """Fingerprint of the policy's parameters on this rank; any changed bit changes it. None without any."""
+    """Fingerprint of the policy's parameters on this rank, from the sum of each one's bits. None without any."""
     parameters = getattr(policy, "parameters", None)
     if parameters is None:
         return None
@@ -301,6 +301,8 @@ def rollout(
         sigma, next_sigma = sigmas[step], sigmas[step + 1]
         told = network_sigma(sigma, timestep_mode).to(device=state.device, dtype=state.dtype).expand(batch)
         velocity = policy.velocity(state, told, rows).to(state.dtype)
+        if velocity.shape != state.shape:
+            raise ValueError(f"velocity must have shape {list(state.shape)}, found {list(velocity.shape)}")
         if not torch.isfinite(velocity).all():
             raise FloatingPointError(f"the velocity is not finite at step {step} (sigma {sigma:g})")
         if step == trained:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
+from contextvars import ContextVar
 from dataclasses import asdict, dataclass
 from importlib.resources import files
 from pathlib import Path
@@ -20,6 +21,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from jagg_core.policy import guided
+
+_SIGMA: ContextVar[Tensor] = ContextVar("sigma")
+"""What the running forward was told; of its own in every thread."""
 
 
 @dataclass(frozen=True)
@@ -97,19 +101,17 @@ class PixelFlux(nn.Module):
         image_ids = torch.stack([torch.zeros(tokens), rows.flatten(), columns.flatten()], dim=-1)
         self.register_buffer("image_ids", image_ids, persistent=False)
         self.register_buffer("text_ids", torch.zeros(1, 3), persistent=False)
-        self._sigma: Tensor | None = None
         self.transformer.time_text_embed.register_forward_pre_hook(self._restore_timestep)
 
     def _restore_timestep(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         # diffusers casts sigma to the model's dtype before the factor 1000: in bf16 that is off by up to 4 steps
-        assert self._sigma is not None
-        return (self._sigma.float() * 1000, *args[1:])
+        return (_SIGMA.get().float() * 1000, *args[1:])
 
     def forward(self, latents: Tensor, sigma: Tensor, class_ids: Tensor) -> Tensor:
         """Velocity ``[N, tokens, channels]`` at ``latents`` (same shape), ``sigma`` [N] in [0, 1], classes [N]."""
         dtype = self.transformer.dtype
         text = self.prompt_table(class_ids).to(dtype)
-        self._sigma = sigma
+        _SIGMA.set(sigma)
         return self.transformer(
             hidden_states=latents.to(dtype),
             encoder_hidden_states=text.unsqueeze(1),

@@ -237,10 +237,7 @@ def test_what_fails_is_recorded_and_the_rest_still_runs(
     assert figures == {"cosine_per_group_w3.png", "pareto.png", "leak.png"}
 
 
-SHORTEST = [(steps, window) for steps in range(3, 9) for window in (2, 3) if window < steps]
-
-
-@pytest.mark.parametrize(("steps", "window"), SHORTEST)
+@pytest.mark.parametrize(("steps", "window"), [(3, 2), (4, 3), (5, 2), (5, 3), (8, 3)])
 def test_the_shortest_schedules_run(steps: int, window: int, run_stub: Run) -> None:
     record = run_stub(windows=(window,), speed_window=2, recipe=Recipe(steps=steps, prompts=1, samples=2))
     assert not_ok(record) == {}

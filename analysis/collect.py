@@ -194,12 +194,14 @@ def collect_table(
     past: int | None = None,
     future: int | None = None,
     predicted: Sequence[Plan] = (),
+    at_once: int = 1,
     progress: Callable[[int], None] | None = None,
 ) -> CrossTable:
     """The cross-gradient table of one on-policy rollout batch: T forwards, one backward per pair.
 
     Plans with predicted knots take their Jacobians elsewhere: each of ``predicted`` adds a row, for one forward and one
-    backward per knot. ``progress(n)`` is called with the number of backwards since the last call.
+    backward per knot. ``at_once`` says how many tables are made side by side: all of them must fit in memory.
+    ``progress(n)`` is called with the number of backwards since the last call.
 
     Raises:
         OffPolicyError: the policy's weights are not the rollout's.
@@ -212,7 +214,7 @@ def collect_table(
     device = trajectory.latents.device
     dtype = torch.promote_types(differentiator.parameters[0].dtype, torch.float32)
     count = len(pairs) + len(predicted)
-    _check_memory(count * differentiator.size * dtype.itemsize, device)
+    _check_memory(at_once * count * differentiator.size * dtype.itemsize, device)
     rows = torch.empty(count, differentiator.size, dtype=dtype, device=device)
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         for knot in range(trajectory.steps):
@@ -292,5 +294,5 @@ def _check_memory(needed: int, device: torch.device) -> None:
     if needed > 0.9 * free:
         raise MemoryError(
             f"the cross gradients take {needed / 2**30:.1f} GiB, {free / 2**30:.1f} GiB are free: "
-            "lower the reach (past, future) or the number of steps"
+            "lower the number of workers, the reach (past, future) or the number of steps"
         )

@@ -68,7 +68,7 @@ class Reproduce:
     evaluation_batches: tuple[int, ...] = (4, 4)
     leak_batches: int = 8
     speed_backbones: tuple[str, ...] = ("digits-flux",)
-    speed_rounds: int = 7
+    speed_rounds: int = 5
     speed_batch: int = 16
     speed_window: int = 5
     device: str = "cpu"
@@ -164,6 +164,7 @@ class _Job:
         self.reward = load_reward(settings.reward, dataset=self.backbone.dataset, device=settings.device)
         self.sigmas = dance_schedule(recipe.steps, recipe.shift)[:-2]
         self.objective = ClippedSurrogate()
+        self.threads = torch.get_num_threads()
         self.record = Record(
             kind="reproduce",
             command=command_line(),
@@ -203,6 +204,7 @@ class _Job:
                     past=PAST,
                     future=FUTURE,
                     predicted=predicted,
+                    at_once=self.workers(count),
                     progress=bar.update,
                 )
 
@@ -212,11 +214,14 @@ class _Job:
             raise ValueError(f"none of the {count} {purpose} batches has any advantage: the reward does not vary")
         return found
 
+    def workers(self, batches: int) -> int:
+        """How many of so many batches are differentiated at a time."""
+        automatic = min(4, self.threads) if self.backbone.device.type == "cpu" else 1
+        return min(self.settings.workers or automatic, batches)
+
     def side_by_side(self, work: Callable[[Batch], Result], batches: list[Batch]) -> list[Result]:
         """``work`` on every batch, several at a time: at these sizes threads serve batches better than matrices."""
-        automatic = min(4, torch.get_num_threads()) if self.backbone.device.type == "cpu" else 1
-        workers = min(self.settings.workers or automatic, len(batches))
-        threads = torch.get_num_threads()
+        workers, threads = self.workers(len(batches)), self.threads
         torch.set_num_threads(max(1, threads // workers))
         try:
             with ThreadPoolExecutor(workers) as pool:

@@ -25,7 +25,7 @@ class Recipe:
     steps: int = 21
     shift: float = 3.0
     prompts: int = 2
-    samples: int = 4
+    samples: int = 3
     guidance: float = 1.0
     seed: int = 0
 

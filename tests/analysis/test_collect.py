@@ -323,7 +323,7 @@ def test_too_little_memory_is_said_before_any_forward(
     monkeypatch.setattr(collect, "open", meminfo, raising=False)
     if not proc:
         monkeypatch.setattr(collect.os, "sysconf", lambda _: 32)
-    with pytest.raises(MemoryError, match=r"the cross gradients take 0\.0 GiB, 0\.0 GiB are free: lower the reach"):
+    with pytest.raises(MemoryError, match=r"the cross gradients take 0\.0 GiB, 0\.0 GiB are free: lower the number"):
         collect_table(field, trajectory, ADVANTAGES, OBJECTIVE)
     assert field.calls == []
 
@@ -334,6 +334,8 @@ def test_enough_memory_is_enough(field: MlpField, monkeypatch: pytest.MonkeyPatc
     free = -(-needed * 10 // 9 // 1024) + 1
     monkeypatch.setattr(collect, "open", lambda _: io.StringIO(f"MemAvailable: {free} kB\n"), raising=False)
     assert collect_table(field, trajectory, ADVANTAGES, OBJECTIVE).gram.shape == (16, 16)
+    with pytest.raises(MemoryError):
+        collect_table(field, trajectory, ADVANTAGES, OBJECTIVE, at_once=2)
     monkeypatch.setattr(collect, "open", lambda _: io.StringIO(f"MemAvailable: {free - 3} kB\n"), raising=False)
     with pytest.raises(MemoryError):
         collect_table(field, trajectory, ADVANTAGES, OBJECTIVE)

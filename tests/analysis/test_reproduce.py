@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
+import torch
 from matplotlib.figure import Figure
 from PIL import Image
 
@@ -264,6 +265,45 @@ def test_the_same_settings_are_the_same_numbers(run_stub: Run) -> None:
     assert plain([vars(c) for c in first.cells]) == plain([vars(c) for c in second.cells])
     other = run_stub(recipe=replace(SMOKE.recipe, seed=1))
     assert other.cell("eta=0.7/jagg-w3-f1").samples != first.cell("eta=0.7/jagg-w3-f1").samples
+
+
+@pytest.mark.parametrize(("workers", "batches", "expected"), [(0, 3, 1), (1, 3, 1), (3, 3, 3), (9, 2, 2)])
+def test_batches_side_by_side(
+    workers: int, batches: int, expected: int, run_stub: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The numbers do not depend on how many are made at a time; memory is checked for as many."""
+    alone = run_stub(evaluation_batches=(batches,), workers=1)
+    asked: list[int] = []
+    collect_table = reproduce.collect_table
+
+    def logged(*arguments: Any, at_once: int, **settings: Any) -> Any:
+        asked.append(at_once)
+        assert torch.get_num_threads() == 1
+        return collect_table(*arguments, at_once=at_once, **settings)
+
+    monkeypatch.setattr(reproduce, "collect_table", logged)
+    record = run_stub(evaluation_batches=(batches,), workers=workers)
+    assert asked == [1] + [expected] * batches
+    assert plain([vars(c) for c in record.cells]) == plain([vars(c) for c in alone.cells])
+    assert record.seeds == alone.seeds
+
+
+def test_threads_are_given_back(run_stub: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    shares: list[int] = []
+
+    def failing(*_: object, **__: object) -> None:
+        shares.append(torch.get_num_threads())
+        raise ArithmeticError("sabotage")
+
+    monkeypatch.setattr(reproduce, "collect_table", failing)
+    torch.set_num_threads(4)
+    try:
+        record = run_stub(calibration_batches=(2,))
+        assert torch.get_num_threads() == 4
+    finally:
+        torch.set_num_threads(1)
+    assert not_ok(record) == {"eta=0.7/knots": "ArithmeticError: sabotage"}
+    assert set(shares) == {2}
 
 
 def test_a_search_that_fails_costs_only_its_eta(run_stub: Run, monkeypatch: pytest.MonkeyPatch) -> None:

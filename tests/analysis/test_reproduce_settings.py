@@ -38,6 +38,7 @@ BAD: list[tuple[str, Any]] = [
     ("evaluation_batches", ()),
     ("evaluation_batches", (1,)),
     ("leak_batches", 2),
+    ("workers", -1),
     ("speed_rounds", 1),
     ("speed_batch", 0),
     ("speed_window", 1),

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
+from threading import Barrier
 
 import pytest
 import torch
@@ -116,6 +118,26 @@ def test_a_copy_has_a_sigma_of_its_own(make_tiny: MakeTiny) -> None:
     copied = deepcopy(backbone.module)
     backbone.module(latents, 1 - sigma, ids)
     assert torch.equal(copied(latents, sigma, ids), expected)
+
+
+def test_threads_have_a_sigma_of_their_own(make_tiny: MakeTiny) -> None:
+    backbone = make_tiny()
+    policy = backbone.policy(["a", "b", "c"])
+    latents, sigma, rows = inputs(backbone.latent_shape, 3)
+    sigmas = (sigma, 1 - sigma)
+    expected = [policy.velocity(latents, s, rows) for s in sigmas]
+    # both have been told their sigma before either of them uses it
+    meeting = Barrier(2, timeout=60)
+
+    def meet(*_: object) -> None:
+        meeting.wait()
+
+    backbone.transformer.register_forward_pre_hook(meet)
+    with ThreadPoolExecutor(2) as pool:
+        found = list(pool.map(lambda s: policy.velocity(latents, s, rows), sigmas))
+    for a, b in zip(found, expected, strict=True):
+        assert torch.equal(a, b)
+    assert not torch.equal(*expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])

@@ -65,10 +65,10 @@ class Reproduce:
     threshold: float = 0.9
     reward: str = "classifier"
     calibration_batches: tuple[int, ...] = (4, 2)
-    evaluation_batches: tuple[int, ...] = (4, 4)
+    evaluation_batches: tuple[int, ...] = (4, 2)
     leak_batches: int = 8
     speed_backbones: tuple[str, ...] = ("digits-flux",)
-    speed_rounds: int = 5
+    speed_rounds: int = 7
     speed_batch: int = 16
     speed_window: int = 5
     device: str = "cpu"

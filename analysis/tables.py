@@ -108,6 +108,7 @@ def speed(records: list[Record]) -> pd.DataFrame:
             for phase in ("total", "forward", "upstream", "backward"):
                 samples = cell.samples.get(f"{phase}_s")
                 row[f"{phase}_s"] = None if samples is None else float(pd.Series(samples).median())
+            row["fastest_s"] = min(s for s in cell.samples["total_s"] if s is not None)
             row |= _interval("speed_up", ratio_of_medians(exact["total_s"], cell.samples["total_s"]))
             if "backward_s" in cell.samples:
                 row["backward_speed_up"] = ratio_of_medians(exact["backward_s"], cell.samples["backward_s"]).value

@@ -52,6 +52,13 @@ def flow_loss(module: nn.Module, latents: Tensor, class_ids: Tensor, generator: 
     return (velocity - (noise - latents)).square().mean()
 
 
+def one_cycle(optimizer: torch.optim.Optimizer, peak: float, steps: int) -> torch.optim.lr_scheduler.OneCycleLR:
+    """A one-cycle learning rate that peaks after a tenth of the steps."""
+    # OneCycleLR divides by pct_start * total_steps - 1, which must not vanish
+    pct_start = 0.1 if steps > 10 else 0.3
+    return torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=peak, total_steps=steps, pct_start=pct_start)
+
+
 def train_pixel_backbone(
     spec: PixelSpec,
     make_module: Callable[[PixelSpec], nn.Module],
@@ -76,11 +83,7 @@ def train_pixel_backbone(
         module = make_module(spec).train()
     averaged = deepcopy(module).eval().requires_grad_(False)
     optimizer = torch.optim.AdamW(module.parameters(), lr=settings.learning_rate, weight_decay=1e-2)
-    # OneCycleLR divides by pct_start * total_steps - 1, which must not vanish
-    pct_start = 0.1 if settings.steps > 10 else 0.3
-    schedule = torch.optim.lr_scheduler.OneCycleLR(
-        optimizer, max_lr=settings.learning_rate, total_steps=settings.steps, pct_start=pct_start
-    )
+    schedule = one_cycle(optimizer, settings.learning_rate, settings.steps)
     losses: list[float] = []
     for step in range(settings.steps):
         images, labels = data.sample(settings.batch, generator)

@@ -21,6 +21,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from jagg_core.backbones.datasets import PHOTOS, Crops, Labelled, digits, photos
+from jagg_core.backbones.training import one_cycle
 from jagg_core.checks import require_at_least
 from jagg_core.rewards.base import check_images
 
@@ -312,9 +313,7 @@ def train_classifier(
     optimizer = torch.optim.AdamW(
         classifier.parameters(), lr=settings.learning_rate, weight_decay=settings.weight_decay
     )
-    schedule = torch.optim.lr_scheduler.OneCycleLR(
-        optimizer, max_lr=settings.learning_rate, total_steps=settings.steps, pct_start=0.1
-    )
+    schedule = one_cycle(optimizer, settings.learning_rate, settings.steps)
     for step in range(settings.steps):
         images, labels = data.sample(settings.batch, generator)
         log_probs = classifier(_augment(images, settings, generator))

@@ -127,7 +127,7 @@ def test_intervals_as_text(value: float | None, low: float | None, high: float |
 def test_the_engine_is_compared_with_its_bare_calls() -> None:
     frames = tables.all_tables(record_of(), [speed_record(exact=[1.1, 1.1], exact_bare=[1.0, 1.0])])
     [text] = findings(record_of(), frames)
-    assert text.endswith("Engine over its bare model calls: +10.0 %.")
+    assert text.endswith("Engine over its bare model calls, fastest rounds: +10.0 %.")
 
 
 def test_where_causal_is_below_is_said_once() -> None:

@@ -140,7 +140,7 @@ def speed_bars(table: pd.DataFrame) -> Figure:
 def leak_bars(table: pd.DataFrame) -> Figure:
     """Squared mean gradient over its noise with advantages 1; 1 is no leak."""
     with _style():
-        figure = Figure(figsize=(6.4, 0.3 * len(table) + 1.0), layout="constrained")
+        figure = Figure(figsize=(7.2, 0.3 * len(table) + 1.0), layout="constrained")
         axes = figure.subplots()
         part = table.iloc[::-1].reset_index(drop=True)
         for row in part.itertuples():
@@ -152,7 +152,7 @@ def leak_bars(table: pd.DataFrame) -> Figure:
         axes.set_xscale("log")
         axes.set_xlim(right=part["ratio"].max() * 5)
         axes.set_yticks(part.index, list(part["label"]))
-        axes.set_xlabel("squared mean gradient / its sampling noise (1: no leak; hatched: anticipating)")
+        axes.set_xlabel("squared mean gradient / its noise (1: no leak; hatched: looks ahead)")
         axes.grid(axis="y", visible=False)
     return figure
 

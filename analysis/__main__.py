@@ -12,7 +12,7 @@ import pandas as pd
 from analysis.report import write_report
 from analysis.reproduce import Reproduce, run
 from analysis.workload import Recipe
-from jagg_core.records import RecordError
+from jagg_core.records import RecordError, require_writable
 
 REPRODUCE_EXAMPLE = (
     "example: python -m analysis reproduce --backbone photos-flux --etas 0.7 0.3 --out results/photos-flux"
@@ -85,9 +85,10 @@ def main(argv: list[str] | None = None) -> None:
         if out is None:
             settings = settings_from(arguments)
             out = arguments.out or Path("results") / settings.backbone
+            require_writable(out / "record.json")
             run(settings, out)
         failed = show(out)
-    except (ValueError, RecordError, FileNotFoundError, MemoryError) as error:
+    except (ValueError, RecordError, OSError, MemoryError) as error:
         top.exit(2, f"{top.prog}: error: {error}\n")
     if failed:
         top.exit(1, f"{top.prog}: {failed} cells failed; see the table of failures\n")

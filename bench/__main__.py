@@ -9,6 +9,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 from bench.group import GroupBench, run_group_bench
+from jagg_core.records import require_writable
 
 GROUP_EXAMPLE = "example: python -m bench group --backbone digits-flux --batch 16 --window 5 --out results/speed.json"
 
@@ -38,9 +39,10 @@ def main(argv: list[str] | None = None) -> None:
     arguments = top.parse_args(argv)
     try:
         settings = GroupBench(**{f.name: getattr(arguments, f.name) for f in fields(GroupBench)})
+        require_writable(arguments.out)
         with tqdm(total=settings.rounds + 8, desc=f"time {settings.backbone}") as bar:
             record = run_group_bench(settings, progress=lambda _: bar.update())
-    except (ValueError, FileNotFoundError) as error:
+    except (ValueError, OSError) as error:
         top.error(str(error))
     record.write(arguments.out)
     print(f"wrote {arguments.out}")

@@ -13,7 +13,7 @@ from jagg_core import DanceSDE, dance_schedule, initial_latents, rollout, sample
 from jagg_core.backbones import list_backbones, load_backbone
 from jagg_core.backbones.registry import TRAINED
 from jagg_core.images import image_grid, png_bytes
-from jagg_core.records import write_atomically
+from jagg_core.records import require_writable, write_atomically
 
 SAMPLE_EXAMPLE = (
     "example: python -m jagg_core sample --backbone photos-flux --prompts cat coffee --eta 0.7 --out cats.png"
@@ -64,6 +64,7 @@ def write_samples(arguments: argparse.Namespace) -> None:
     if not arguments.eta >= 0:
         raise ValueError(f"eta must be at least 0, found {arguments.eta}")
     sigmas = dance_schedule(arguments.steps, arguments.shift)
+    require_writable(arguments.out)
     backbone = load_backbone(arguments.backbone, arguments.device)
     prompts = [p for p in arguments.prompts or backbone.prompts for _ in range(arguments.count)]
     policy = backbone.policy(prompts, arguments.guidance)
@@ -136,7 +137,7 @@ def main(argv: list[str] | None = None) -> None:
             (train_backbone if arguments.command == "backbones" else train_reward)(arguments)
         else:
             list_all(arguments.command)
-    except (ValueError, FileNotFoundError, torch.cuda.OutOfMemoryError) as error:
+    except (ValueError, OSError, FloatingPointError, torch.cuda.OutOfMemoryError) as error:
         top.exit(2, f"{top.prog}: error: {error}\n")
 
 

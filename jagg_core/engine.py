@@ -134,7 +134,8 @@ def accumulate_gradients(
         ValueError: arguments that do not fit each other.
         ReplayMismatch: plan, policy and trajectory disagree on the schedule or on settings.
         OffPolicyError: closed form off policy.
-        FloatingPointError: a velocity is not finite.
+        FloatingPointError: a velocity is not finite. As after an `OffPolicyError` at a later knot, ``.grad`` may then
+            hold the passes before it: zero it.
     """
     update = _Update(policy, trajectory, advantages, plan, objective, reference, scale, partly_clipped, clock)
     update.choose(upstream, backward, max_rows)
@@ -171,6 +172,11 @@ class _Update:
             )
         if partly_clipped not in get_args(PartlyClipped):
             raise ValueError(f"partly_clipped must be one of {list(get_args(PartlyClipped))}, found {partly_clipped!r}")
+        if not math.isfinite(scale):
+            raise ValueError(f"scale must be finite, found {scale}")
+        sites = plan.knot_sigmas
+        if sites is not None and sites.ndim == 2 and len(sites) != trajectory.batch:
+            raise ValueError(f"plan: knot_sigmas are for {len(sites)} samples, the trajectory has {trajectory.batch}")
         if objective.kl_beta > 0 and reference is None:
             raise ValueError(f"kl_beta is {objective.kl_beta}: a reference policy is needed")
         trajectory.require(sigmas=plan.sigmas, signature=policy_signature(policy))

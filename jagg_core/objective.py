@@ -56,6 +56,8 @@ def group_advantages(
     ):
         if value not in allowed:
             raise ValueError(f"{name} must be one of {list(allowed)}, found {value!r}")
+    if not (eps >= 0 and math.isfinite(eps)):
+        raise ValueError(f"eps must be at least 0, found {eps}")
     if rewards.ndim != 1 or rewards.shape != prompt_ids.shape or len(rewards) == 0:
         raise ValueError(
             f"rewards and prompt_ids must both have shape [B], B >= 1, "

@@ -6,6 +6,7 @@ spread over them: ``G = sum_i J_{k_i}^T sum_j w[i, j] s_j``.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -45,7 +46,7 @@ class Plan:
     knot_sigmas: Tensor | None = None
 
     def __post_init__(self) -> None:
-        knots = tuple(int(k) for k in self.knots)
+        knots = tuple(whole_knots(self.knots))
         weights = self.weights.detach().to(device="cpu", dtype=torch.float64)
         object.__setattr__(self, "knots", knots)
         object.__setattr__(self, "weights", weights)
@@ -57,6 +58,8 @@ class Plan:
         check_knots(knots, self.steps)
         if not torch.isfinite(weights).all():
             raise ValueError("weights must be finite")
+        if not weights.any():
+            raise ValueError("weights: at least one must differ from 0, found none")
         if self.knot_sigmas is not None:
             sites = self.knot_sigmas.detach().to(device="cpu", dtype=torch.float64)
             if sites.ndim not in (1, 2) or sites.shape[-1] != len(knots) or not ((sites >= 0) & (sites <= 1)).all():
@@ -172,6 +175,14 @@ class Plan:
             self.name,
             None if self.knot_sigmas is None else self.knot_sigmas[..., inside],
         )
+
+
+def whole_knots(knots: Sequence[int]) -> list[int]:
+    """Knots as a list of ints. Raises ValueError for anything that is not a sequence of whole numbers."""
+    try:
+        return [operator.index(k) for k in knots]
+    except TypeError as error:
+        raise ValueError(f"knots must be whole numbers, found {knots!r}") from error
 
 
 def check_knots(knots: Sequence[int], steps: int) -> None:
@@ -296,7 +307,7 @@ def spline_plan(sigmas: Tensor, knots: Sequence[int], outside: Literal["constant
     """
     sigmas = check_sigmas(sigmas)
     steps = sigmas.shape[-1]
-    knots = [int(k) for k in knots]
+    knots = whole_knots(knots)
     check_knots(knots, steps)
     if outside not in ("constant", "linear"):
         raise ValueError(f"outside must be 'constant' or 'linear', found {outside!r}")
@@ -331,7 +342,7 @@ def causal_plan(sigmas: Tensor, knots: Sequence[int], predict: bool = False) -> 
     """
     sigmas = check_sigmas(sigmas)
     steps = sigmas.shape[-1]
-    knots = [int(k) for k in knots]
+    knots = whole_knots(knots)
     check_knots(knots, steps)
     matrix = torch.zeros(steps, steps, dtype=torch.float64)
     for step in range(steps):

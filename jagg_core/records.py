@@ -139,6 +139,20 @@ def write_json(path: Path, data: Any) -> None:
     write_atomically(path, text.encode())
 
 
+def require_writable(path: Path) -> None:
+    """Make the folder of a file that will be written, before the work that leads to it.
+
+    Raises:
+        ValueError: the path is a folder, or lies below a file.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"out: {path} cannot be written: {error}") from error
+    if path.is_dir():
+        raise ValueError(f"out: {path} is a folder, a file is needed")
+
+
 def write_atomically(path: Path, content: bytes) -> None:
     """Write a file through a temporary one beside it and a rename."""
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -250,6 +250,15 @@ def at_least_fp32(tensor: Tensor) -> Tensor:
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
 
 
+def _checked_velocity(policy: VelocityPolicy, state: Tensor, told: Tensor, rows: Tensor, step: int) -> Tensor:
+    velocity = policy.velocity(state, told, rows).to(state.dtype)
+    if velocity.shape != state.shape:
+        raise ValueError(f"velocity must have shape {list(state.shape)}, found {list(velocity.shape)}")
+    if not torch.isfinite(velocity).all():
+        raise FloatingPointError(f"the velocity is not finite at step {step} (sigma {told[0].item():g})")
+    return velocity
+
+
 @torch.no_grad()
 def rollout(
     policy: VelocityPolicy,
@@ -300,11 +309,7 @@ def rollout(
     for step in range(trained + 1):
         sigma, next_sigma = sigmas[step], sigmas[step + 1]
         told = network_sigma(sigma, timestep_mode).to(device=state.device, dtype=state.dtype).expand(batch)
-        velocity = policy.velocity(state, told, rows).to(state.dtype)
-        if velocity.shape != state.shape:
-            raise ValueError(f"velocity must have shape {list(state.shape)}, found {list(velocity.shape)}")
-        if not torch.isfinite(velocity).all():
-            raise FloatingPointError(f"the velocity is not finite at step {step} (sigma {sigma:g})")
+        velocity = _checked_velocity(policy, state, told, rows, step)
         if step == trained:
             state = state + expand(next_sigma - sigma, state) * velocity
             break
@@ -340,12 +345,13 @@ def sample_ode(
     """Deterministic Euler sampling from pure noise ``[B, *D]`` along ``sigmas`` [N + 1]; samples of at least fp32.
 
     Raises:
-        ValueError: a schedule that is no schedule.
+        ValueError: a schedule that is no schedule, or a velocity of another shape.
+        FloatingPointError: the velocity is not finite at some step.
     """
     sigmas = check_sigmas(sigmas)
     state = at_least_fp32(latents)
     rows = torch.arange(len(latents), device=latents.device)
-    for sigma, next_sigma in pairwise(sigmas):
+    for step, (sigma, next_sigma) in enumerate(pairwise(sigmas)):
         told = network_sigma(sigma, timestep_mode).to(device=state.device, dtype=state.dtype).expand(len(state))
-        state = state + expand(next_sigma - sigma, state) * policy.velocity(state, told, rows).to(state.dtype)
+        state = state + expand(next_sigma - sigma, state) * _checked_velocity(policy, state, told, rows, step)
     return state

@@ -201,9 +201,11 @@ class PixelBackbone:
         """
         if len(prompts) == 0:
             raise ValueError("prompts: at least one is needed, found none")
-        unknown = sorted({str(p) for p in prompts} - set(self.prompts))
-        if unknown:
-            raise ValueError(f"prompts: {self.name} knows {list(self.prompts)}, found {unknown}")
+        unknown = [p for p in dict.fromkeys(prompts) if p not in self.prompts]
+        if isinstance(prompts, str) or unknown:
+            raise ValueError(
+                f"prompts: {self.name} knows {list(self.prompts)}, found {prompts if isinstance(prompts, str) else unknown!r}"
+            )
         ids = torch.tensor([self.prompts.index(p) for p in prompts], device=self.device)
         return PixelPolicy(self.module, ids, len(self.prompts), guidance, self.name)
 

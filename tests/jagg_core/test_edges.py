@@ -9,10 +9,10 @@ import torch
 
 from jagg_core.engine import accumulate_gradients
 from jagg_core.objective import ClippedSurrogate, NoGroupSignal, group_advantages
-from jagg_core.plan import causal_plan, exact_plan
+from jagg_core.plan import Plan, causal_plan, exact_plan
 from jagg_core.schedule import dance_schedule, network_sigma
 from jagg_core.seeding import derive_seed
-from jagg_core.trajectory import rollout
+from jagg_core.trajectory import rollout, sample_ode
 from jagg_core.transitions import DanceSDE
 from tests.jagg_core.fields import ADVANTAGES, MlpField, make_rollout
 
@@ -46,6 +46,44 @@ def test_a_rollout_refuses_a_velocity_of_another_shape() -> None:
 
     with pytest.raises(ValueError, match=r"velocity must have shape \[2, 3\], found \[2, 1\]"):
         rollout(Flat(), dance_schedule(4), DanceSDE(0.7), torch.zeros(2, 3), seed=0)
+
+
+def test_ode_sampling_refuses_what_a_rollout_refuses() -> None:
+    class Broken:
+        def velocity(self, latents: torch.Tensor, sigma: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+            return latents / 0 if float(sigma[0]) < 0.9 else latents[:1]
+
+    with pytest.raises(ValueError, match="velocity must have shape"):
+        sample_ode(Broken(), dance_schedule(4), torch.ones(2, 3))
+    with pytest.raises(FloatingPointError, match="not finite at step"):
+        sample_ode(Broken(), dance_schedule(4), torch.ones(1, 3))
+
+
+def test_a_scale_that_is_not_finite_is_refused_before_any_gradient() -> None:
+    field = MlpField()
+    trajectory = make_rollout(field)
+    plan = exact_plan(trajectory.sigmas)
+    with pytest.raises(ValueError, match="scale must be finite"):
+        accumulate_gradients(field, trajectory, ADVANTAGES, plan, ClippedSurrogate(), scale=float("nan"))
+    assert all(p.grad is None for p in field.parameters())
+
+
+def test_plans_refuse_fractional_knots_no_weights_and_sites_of_another_batch() -> None:
+    sigmas = dance_schedule(7)[:-2]
+    with pytest.raises(ValueError, match="whole numbers"):
+        causal_plan(sigmas, [0, 3.7])  # type: ignore[list-item]
+    with pytest.raises(ValueError, match="at least one must differ from 0"):
+        Plan((0,), torch.zeros(1, 6))
+    field = MlpField()
+    trajectory = make_rollout(field)
+    plan = Plan((0,), torch.ones(1, 6), knot_sigmas=torch.full((3, 1), 0.5))
+    with pytest.raises(ValueError, match="knot_sigmas are for 3 samples"):
+        accumulate_gradients(field, trajectory, ADVANTAGES, plan, ClippedSurrogate())
+
+
+def test_eps_of_advantages_is_checked() -> None:
+    with pytest.raises(ValueError, match="eps must be at least 0"):
+        group_advantages(torch.tensor([1.0, 2.0]), torch.tensor([0, 0]), eps=-0.5)
 
 
 def test_a_prompt_with_one_valid_sample_has_no_signal() -> None:

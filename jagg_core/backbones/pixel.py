@@ -203,9 +203,8 @@ class PixelBackbone:
             raise ValueError("prompts: at least one is needed, found none")
         unknown = [p for p in dict.fromkeys(prompts) if p not in self.prompts]
         if isinstance(prompts, str) or unknown:
-            raise ValueError(
-                f"prompts: {self.name} knows {list(self.prompts)}, found {prompts if isinstance(prompts, str) else unknown!r}"
-            )
+            found = prompts if isinstance(prompts, str) else unknown
+            raise ValueError(f"prompts: {self.name} knows {list(self.prompts)}, found {found!r}")
         ids = torch.tensor([self.prompts.index(p) for p in prompts], device=self.device)
         return PixelPolicy(self.module, ids, len(self.prompts), guidance, self.name)
 

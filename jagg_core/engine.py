@@ -174,6 +174,8 @@ class _Update:
             raise ValueError(f"partly_clipped must be one of {list(get_args(PartlyClipped))}, found {partly_clipped!r}")
         if not math.isfinite(scale):
             raise ValueError(f"scale must be finite, found {scale}")
+        if not plan.weights.any():
+            raise ValueError("plan: at least one weight must differ from 0, found none")
         sites = plan.knot_sigmas
         if sites is not None and sites.ndim == 2 and len(sites) != trajectory.batch:
             raise ValueError(f"plan: knot_sigmas are for {len(sites)} samples, the trajectory has {trajectory.batch}")

@@ -58,8 +58,6 @@ class Plan:
         check_knots(knots, self.steps)
         if not torch.isfinite(weights).all():
             raise ValueError("weights must be finite")
-        if not weights.any():
-            raise ValueError("weights: at least one must differ from 0, found none")
         if self.knot_sigmas is not None:
             sites = self.knot_sigmas.detach().to(device="cpu", dtype=torch.float64)
             if sites.ndim not in (1, 2) or sites.shape[-1] != len(knots) or not ((sites >= 0) & (sites <= 1)).all():

@@ -201,7 +201,7 @@ class PixelBackbone:
         """
         if len(prompts) == 0:
             raise ValueError("prompts: at least one is needed, found none")
-        unknown = [p for p in dict.fromkeys(prompts) if p not in self.prompts]
+        unknown = sorted({p for p in prompts if p not in self.prompts}, key=str)
         if isinstance(prompts, str) or unknown:
             found = prompts if isinstance(prompts, str) else unknown
             raise ValueError(f"prompts: {self.name} knows {list(self.prompts)}, found {found!r}")

@@ -72,10 +72,10 @@ def test_plans_refuse_fractional_knots_no_weights_and_sites_of_another_batch() -
     sigmas = dance_schedule(7)[:-2]
     with pytest.raises(ValueError, match="whole numbers"):
         causal_plan(sigmas, [0, 3.7])  # type: ignore[list-item]
-    with pytest.raises(ValueError, match="at least one must differ from 0"):
-        Plan((0,), torch.zeros(1, 6))
     field = MlpField()
     trajectory = make_rollout(field)
+    with pytest.raises(ValueError, match="at least one weight must differ from 0"):
+        accumulate_gradients(field, trajectory, ADVANTAGES, Plan((0,), torch.zeros(1, 6)), ClippedSurrogate())
     plan = Plan((0,), torch.ones(1, 6), knot_sigmas=torch.full((3, 1), 0.5))
     with pytest.raises(ValueError, match="knot_sigmas are for 3 samples"):
         accumulate_gradients(field, trajectory, ADVANTAGES, plan, ClippedSurrogate())

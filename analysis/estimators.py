@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from analysis.knots import PLANS
+from analysis.knots import PLANS, Knots
 from jagg_core import Plan, causal_plan, endpoint_plan, exact_plan, jagg_plan, subsample_plan
 from jagg_core.plan import groups_of, routed_groups
 from jagg_core.seeding import generator_for
@@ -89,7 +89,7 @@ def with_knots(sigmas: Tensor, family: str, knots: tuple[int, ...]) -> Estimator
     return _one(f"{family}-{len(knots)}", label, family, PLANS[family](sigmas, knots), knots=list(knots))
 
 
-def predicted(sigmas: Tensor, knots: dict[str, dict[int, tuple[int, ...]]]) -> list[Estimator]:
+def predicted(sigmas: Tensor, knots: Knots) -> list[Estimator]:
     """Causal plans on predicted knots, with the numbers of passes in `PREDICTED_PASSES`; whole updates only."""
     found = []
     for passes in PREDICTED_PASSES:
@@ -100,9 +100,7 @@ def predicted(sigmas: Tensor, knots: dict[str, dict[int, tuple[int, ...]]]) -> l
     return found
 
 
-def headline(
-    sigmas: Tensor, windows: tuple[int, ...], jagg_frac: float, knots: dict[str, dict[int, tuple[int, ...]]], seed: int
-) -> list[Estimator]:
+def headline(sigmas: Tensor, windows: tuple[int, ...], jagg_frac: float, knots: Knots, seed: int) -> list[Estimator]:
     """The estimators of the main tables: the paper's rule and its variants, and ours at the same numbers of passes."""
     chosen: list[Estimator] = []
     for window in windows:
@@ -115,9 +113,7 @@ def headline(
     return list({e.name: e for e in [*chosen, *predicted(sigmas, knots)]}.values())
 
 
-def pareto(
-    sigmas: Tensor, windows: range, knots: dict[str, dict[int, tuple[int, ...]]], passes: range
-) -> list[Estimator]:
+def pareto(sigmas: Tensor, windows: range, knots: Knots, passes: range) -> list[Estimator]:
     """Every number of passes: the paper's rule with each window and fraction, spline and causal on calibrated knots."""
     found: dict[str, Estimator] = {}
     for window in windows:
@@ -136,7 +132,7 @@ def pareto(
 
 
 def leak_suspects(
-    sigmas: Tensor, windows: tuple[int, ...], jagg_frac: float, knots: dict[str, dict[int, tuple[int, ...]]], seed: int
+    sigmas: Tensor, windows: tuple[int, ...], jagg_frac: float, knots: Knots, seed: int
 ) -> list[Estimator]:
     """One estimator of every kind for the leak test: each window, routed as in the paper and throughout."""
     full = [grouped(sigmas, "jagg", window, frac) for window in windows for frac in dict.fromkeys((jagg_frac, 1.0))]

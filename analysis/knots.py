@@ -13,6 +13,9 @@ from jagg_core import Plan, causal_plan, spline_plan
 
 MakePlan = Callable[[Tensor, Sequence[int]], Plan]
 
+Knots = dict[str, dict[int, tuple[int, ...]]]
+"""Knots by family and number of passes."""
+
 PLANS: dict[str, MakePlan] = {"causal": causal_plan, "spline": spline_plan}
 """Constructors whose knots can be searched. The first knot is always 0: a causal plan then has no lead-in."""
 

@@ -20,8 +20,8 @@ from tqdm import tqdm
 from analysis import estimators
 from analysis.collect import CrossTable, collect_table, gram_matrix, plan_gradients, reachable_pairs
 from analysis.estimators import Estimator, mean_of_draws
-from analysis.knots import PLANS, KnotSearch
-from analysis.similarity import similarity
+from analysis.knots import PLANS, Knots, KnotSearch
+from analysis.similarity import METRICS, similarity
 from analysis.statistics import leak_test
 from analysis.workload import Batch, Recipe, check_prompts, make_batch
 from jagg_core import ClippedSurrogate, Plan, dance_schedule
@@ -38,12 +38,19 @@ PAST, FUTURE = 10, 4
 
 PARETO_PASSES = range(4, 15)
 PARETO_WINDOWS = range(3, FUTURE + 2)
-METRICS = ("cosine", "rel_error", "norm_ratio")
-
+OUTPUTS = (
+    "record.json",
+    "speed-*.json",
+    "calibration-*.json",
+    "report.html",
+    "samples.png",
+    "tables/*.csv",
+    "figures/*.png",
+    "figures/*.svg",
+)
+"""What a run folder holds."""
 
 Result = TypeVar("Result")
-Knots = dict[str, dict[int, tuple[int, ...]]]
-"""By family and number of passes."""
 
 
 @dataclass(frozen=True)
@@ -112,11 +119,13 @@ class Reproduce:
 def run(settings: Reproduce, out: Path) -> Record:
     """Run the job and write ``out/record.json`` and one ``out/speed-NAME.json`` per timed backbone.
 
-    Every cell that fails is recorded as failed, the others still run. A run that ``out`` already holds is replaced.
-    Returns the record.
+    Every cell that fails is recorded as failed, the others still run. A run that ``out`` already holds is replaced: its
+    files go before the first new one is written, so that a run that is killed leaves no mixture. Returns the record.
     """
     job = _Job(settings, out)
-    (out / "record.json").unlink(missing_ok=True)
+    for pattern in OUTPUTS:
+        for old in out.glob(pattern):
+            old.unlink()
     time_groups(settings, out)
     for eta in settings.etas:
         knots = job.search_knots(eta)
@@ -132,7 +141,6 @@ def time_groups(settings: Reproduce, out: Path) -> None:
     """Time one group of steps, each backbone in a process of its own, so that nothing else disturbs it."""
     for name in dict.fromkeys((settings.backbone, *settings.speed_backbones)):
         target = out / f"speed-{name}.json"
-        target.unlink(missing_ok=True)
         command = [sys.executable, "-m", "bench", "group", "--backbone", name, "--out", str(target)]
         for flag, value in (
             ("rounds", settings.speed_rounds),

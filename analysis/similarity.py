@@ -11,6 +11,9 @@ import numpy as np
 from analysis.collect import CrossTable
 from jagg_core import Plan
 
+METRICS = ("cosine", "rel_error", "norm_ratio")
+"""Fields of `Similarity`."""
+
 
 @dataclass(frozen=True)
 class Similarity:

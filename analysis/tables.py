@@ -7,11 +7,10 @@ from typing import Any
 import pandas as pd
 
 from analysis.routing import calibrated_frac
+from analysis.similarity import METRICS
 from analysis.statistics import Interval, bootstrap, ratio_of_medians
 from jagg_core.plan import groups_of
 from jagg_core.records import Cell, Record
-
-METRICS = ("cosine", "rel_error", "norm_ratio")
 
 
 def _interval(name: str, interval: Interval) -> dict[str, Any]:

@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from analysis.calibration import calibration, recommend
+from analysis.similarity import METRICS
 from jagg_core import DanceSDE, Plan, ReplayMismatch, Trajectory, causal_plan, dance_schedule, rollout
 from jagg_core.records import Cell, Record, RecordError, write_json
 
 SIGMAS = dance_schedule(10)[:-2]
-METRICS = ("cosine", "rel_error", "norm_ratio")
 
 
 class Still:

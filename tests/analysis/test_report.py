@@ -10,9 +10,8 @@ import pytest
 
 from analysis import figures, tables
 from analysis.report import findings, interval_text, printable, write_report
+from analysis.similarity import METRICS
 from jagg_core.records import Cell, Record, RecordError
-
-METRICS = ("cosine", "rel_error", "norm_ratio")
 
 
 def record_of(*cells: Cell, **changes: Any) -> Record:

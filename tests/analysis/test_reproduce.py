@@ -375,3 +375,23 @@ def test_an_added_and_a_deleted_cell(
 
 def test_the_stub_is_what_it_pretends_to_be(stub: str) -> None:
     assert isinstance(load_backbone(stub), StubBackbone)
+
+
+def test_a_run_that_is_killed_leaves_nothing_of_the_one_before(
+    run_stub: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "run"
+    stale = ["report.html", "samples.png", "calibration-eta9.json", "speed-other.json", "tables/leak.csv"]
+    for name in (*stale, "notes.txt"):
+        (out / name).parent.mkdir(parents=True, exist_ok=True)
+        (out / name).write_text("old")
+
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(reproduce, "collect_table", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run_stub()
+    # what is not an output of the job is the user's
+    assert (out / "notes.txt").read_text() == "old"
+    assert [name for name in stale if (out / name).exists()] == []

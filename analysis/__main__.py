@@ -3,31 +3,49 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import fields, replace
+from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 
+from analysis import calibrate, reproduce
+from analysis.calibrate import Calibrate
 from analysis.report import write_report
-from analysis.reproduce import Reproduce, run
+from analysis.reproduce import Reproduce
+from analysis.study import Study
 from analysis.workload import Recipe
-from jagg_core.records import RecordError, require_writable
+from jagg_core.records import Record, RecordError, require_writable
 
-REPRODUCE_EXAMPLE = (
-    "example: python -m analysis reproduce --backbone photos-flux --etas 0.7 0.3 --out results/photos-flux"
-)
 REPORT_EXAMPLE = "example: python -m analysis report results/photos-flux"
-QUICK: dict[str, Any] = {
+QUICK_STUDY: dict[str, Any] = {
     "etas": (0.7,),
     "windows": (4,),
     "calibration_batches": (1,),
     "evaluation_batches": (2,),
-    "leak_batches": 3,
-    "speed_rounds": 3,
-    "speed_batch": 4,
+    "predicted_passes": (5,),
+}
+QUICK: dict[type[Study], dict[str, Any]] = {
+    Reproduce: {**QUICK_STUDY, "leak_batches": 3, "speed_rounds": 3, "speed_batch": 4},
+    Calibrate: {
+        **QUICK_STUDY,
+        "signal_batches": 4,
+        "signal_samples": 2,
+        "signal_passes": (8, 5, 2),
+        "signal_dimension": 4096,
+        "centring_batches": 3,
+        "timing_rounds": 2,
+    },
 }
 """Settings of ``--quick``: every part runs, no number means much."""
+
+COMMANDS: dict[str, tuple[type[Study], Callable[[Any, Path], Record], str, str]] = {
+    "reproduce": (Reproduce, reproduce.run, "", "compare every estimator with exact"),
+    "calibrate": (Calibrate, calibrate.run, "-calibration", "how much may be approximated, and which plan to run"),
+    "collect": (Calibrate, calibrate.collect, "-calibration", "only the tables of a calibration, which it uses again"),
+}
+"""Settings, work, end of the run folder's name, and what it is for."""
 
 
 def parser() -> argparse.ArgumentParser:
@@ -36,33 +54,41 @@ def parser() -> argparse.ArgumentParser:
         prog="python -m analysis", description="What the approximations keep, by measurement."
     )
     commands = top.add_subparsers(dest="command", required=True)
-    main_job = commands.add_parser("reproduce", help="compare every estimator with exact", epilog=REPRODUCE_EXAMPLE)
-    for owner in (Reproduce, Recipe):
-        for field in fields(owner):
-            if field.name == "recipe":
-                continue
-            default: Any = getattr(owner, field.name)
-            flag = "--" + field.name.replace("_", "-")
-            kind = type(default[0]) if isinstance(default, tuple) else type(default)
-            many: dict[str, Any] = {"nargs": "*"} if isinstance(default, tuple) else {}
-            shown = " ".join(map(str, default)) if isinstance(default, tuple) else default
-            main_job.add_argument(flag, type=kind, default=None, help=f"default {shown}", **many)
-    main_job.add_argument("--quick", action="store_true", help="a smoke run: every part, few rollouts")
-    main_job.add_argument("--out", type=Path, default=None, help="run folder, default results/BACKBONE")
+    for name, (kind, _, ending, about) in COMMANDS.items():
+        example = f"example: python -m analysis {name} --backbone photos-flux --etas 0.7 --out results/photos{ending}"
+        command = commands.add_parser(name, help=about, epilog=example)
+        for owner in (kind, Recipe):
+            _add_flags(command, owner)
+        command.add_argument("--quick", action="store_true", help="a smoke run: every part, few rollouts")
+        command.add_argument("--out", type=Path, default=None, help=f"run folder, default results/BACKBONE{ending}")
     report = commands.add_parser("report", help="rebuild tables, figures and page of a run", epilog=REPORT_EXAMPLE)
     report.add_argument("run", type=Path, help="run folder")
     return top
 
 
-def settings_from(arguments: argparse.Namespace) -> Reproduce:
+def _add_flags(command: argparse.ArgumentParser, owner: type[Any]) -> None:
+    """A flag for every setting of a dataclass."""
+    for field in fields(owner):
+        if field.name == "recipe":
+            continue
+        default: Any = field.default
+        flag = "--" + field.name.replace("_", "-")
+        kind = type(default[0]) if isinstance(default, tuple) else type(default)
+        many: dict[str, Any] = {"nargs": "*"} if isinstance(default, tuple) else {}
+        shown = " ".join(map(str, default)) if isinstance(default, tuple) else default
+        command.add_argument(flag, type=kind, default=None, help=f"default {shown}", **many)
+
+
+def settings_from(arguments: argparse.Namespace) -> Study:
     """Settings from flags; flags that were not given keep their defaults, or those of ``--quick``."""
+    kind = COMMANDS[arguments.command][0]
     given: dict[str, Any] = {
         k: tuple(v) if isinstance(v, list) else v for k, v in vars(arguments).items() if v is not None
     }
     recipe = Recipe(**{f.name: given[f.name] for f in fields(Recipe) if f.name in given})
-    chosen = QUICK if arguments.quick else {}
-    own = {f.name: given[f.name] for f in fields(Reproduce) if f.name in given}
-    return replace(Reproduce(), recipe=recipe, **{**chosen, **own})
+    chosen = QUICK[kind] if arguments.quick else {}
+    own = {f.name: given[f.name] for f in fields(kind) if f.name in given}
+    return kind(recipe=recipe, **{**chosen, **own})
 
 
 def show(run_folder: Path) -> int:
@@ -84,7 +110,8 @@ def main(argv: list[str] | None = None) -> None:
         out = arguments.run if arguments.command == "report" else None
         if out is None:
             settings = settings_from(arguments)
-            out = arguments.out or Path("results") / settings.backbone
+            _, run, ending, _ = COMMANDS[arguments.command]
+            out = arguments.out or Path("results") / f"{settings.backbone}{ending}"
             require_writable(out / "record.json")
             run(settings, out)
         failed = show(out)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,8 +13,6 @@ from analysis.knots import PLANS, Knots
 from jagg_core import Plan, causal_plan, endpoint_plan, exact_plan, jagg_plan, subsample_plan
 from jagg_core.plan import groups_of, routed_groups
 from jagg_core.seeding import generator_for
-
-PREDICTED_PASSES = (8, 5)
 
 SUBSAMPLE_DRAWS = 16
 """Random subsets per rollout batch over which subsampling is averaged."""
@@ -31,8 +30,9 @@ class Estimator:
 
     @property
     def passes(self) -> int:
-        """Backward passes of one update."""
-        return self.plans[0].passes
+        """Backward passes of one update; of the busiest sample, where each has its own knots."""
+        plan = self.plans[0]
+        return plan.passes if plan.weights.ndim == 2 else int((plan.weights != 0).any(-1).sum(-1).max())
 
     @property
     def anticipating(self) -> bool:
@@ -89,10 +89,10 @@ def with_knots(sigmas: Tensor, family: str, knots: tuple[int, ...]) -> Estimator
     return _one(f"{family}-{len(knots)}", label, family, PLANS[family](sigmas, knots), knots=list(knots))
 
 
-def predicted(sigmas: Tensor, knots: Knots) -> list[Estimator]:
-    """Causal plans on predicted knots, with the numbers of passes in `PREDICTED_PASSES`; whole updates only."""
+def predicted(sigmas: Tensor, knots: Knots, counts: Sequence[int]) -> list[Estimator]:
+    """Causal plans on predicted knots, with these numbers of passes; whole updates only."""
     found = []
-    for passes in PREDICTED_PASSES:
+    for passes in counts:
         if passes in knots["causal"]:
             plan = causal_plan(sigmas, knots["causal"][passes], predict=True)
             label, about = f"causal, {passes} predicted knots", {"knots": list(plan.knots), "whole_update_only": True}
@@ -110,7 +110,7 @@ def headline(sigmas: Tensor, windows: tuple[int, ...], jagg_frac: float, knots: 
     for passes in budgets:
         chosen.append(subsampled(sigmas, passes, seed))
         chosen += [with_knots(sigmas, f, knots[f][passes]) for f in ("spline", "causal") if passes in knots[f]]
-    return list({e.name: e for e in [*chosen, *predicted(sigmas, knots)]}.values())
+    return list({e.name: e for e in chosen}.values())
 
 
 def pareto(sigmas: Tensor, windows: range, knots: Knots, passes: range) -> list[Estimator]:

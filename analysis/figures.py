@@ -8,10 +8,14 @@ from contextlib import contextmanager
 from typing import Any
 
 import matplotlib
+import numpy as np
 import pandas as pd
 import seaborn as sns
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+from analysis.blocks import ordered_blocks
 
 STYLES: dict[str, tuple[str, str, str]] = {
     "jagg": ("#c0392b", "o", "-"),
@@ -20,8 +24,24 @@ STYLES: dict[str, tuple[str, str, str]] = {
     "subsample": ("#bdc3c7", "x", "-."),
     "spline": ("#2980b9", "^", "--"),
     "causal": ("#1e8449", "D", "-"),
+    "causal-predicted": ("#145a32", "P", ":"),
+    "causal-shipped": ("#52be80", "d", "--"),
+    "window": ("#6c3483", "s", ":"),
+    "half": ("#873600", "<", ":"),
+    "exact": ("black", "*", "-"),
 }
 """Colour, marker and line of each family."""
+
+FAMILY_LABELS = {
+    "exact": "exact",
+    "jagg": "JAGG (paper), every W and fraction",
+    "spline": "spline, calibrated knots",
+    "causal": "causal, calibrated knots",
+    "causal-predicted": "causal, predicted knots",
+    "subsample": "random steps (shared, or per sample)",
+    "window": "windows of MixGRPO and Flow-GRPO-Fast",
+    "half": "high- or low-noise half only",
+}
 
 ARM_LABELS = {
     "exact-again": "exact, timed again (noise floor)",
@@ -134,6 +154,123 @@ def speed_bars(table: pd.DataFrame) -> Figure:
             axes.set_title(f"{name}, W = {part['window'].iloc[0]}, batch {part['batch'].iloc[0]}")
             axes.grid(axis="y", visible=False)
         panels[0].legend(fontsize=7, loc="lower right")
+    return figure
+
+
+def past_and_future(table: pd.DataFrame) -> Figure:
+    """Cosine of ``C[knot, step]`` to ``C[step, step]``: the past below the diagonal, the future above."""
+    with _style():
+        figure, panels = _panels(table)
+        for eta, axes in panels.items():
+            part = table[table["eta"] == eta].pivot(index="step", columns="knot", values="cosine").astype(float)
+            image = axes.imshow(part, cmap="Greys", vmin=0, vmax=1, interpolation="nearest")
+            axes.plot([-0.5, len(part) - 0.5], [-0.5, len(part) - 0.5], color="#c0392b", linewidth=0.8)
+            axes.grid(visible=False)
+            axes.set_title(f"eta {eta:g}")
+            axes.set_xlabel("knot: step whose Jacobian is taken (0: highest noise)")
+            for axis in (axes.xaxis, axes.yaxis):
+                axis.set_major_locator(MaxNLocator(integer=True))
+            ends = len(part) - 1
+            axes.text(0.04 * ends, 0.97 * ends, "past", fontsize=9, color="#c0392b", va="bottom")
+            axes.text(0.96 * ends, 0.03 * ends, "future", fontsize=9, color="#c0392b", ha="right", va="top")
+        figure.colorbar(image, ax=list(panels.values()), label="cosine to the step's own gradient (0 and below: white)")
+        figure.axes[0].set_ylabel("step whose loss gradient it is")
+    return figure
+
+
+def knot_placement(table: pd.DataFrame, schedule: list[float]) -> Figure:
+    """Sigma of the calibrated causal knots, a row per number of passes; ticks below are the steps."""
+    table = table[table["family"] == "causal"]
+    with _style():
+        figure, panels = _panels(table)
+        for eta, axes in panels.items():
+            part = table[(table["eta"] == eta) & (table["passes"] < len(schedule))]
+            for row in part.itertuples():
+                sigmas = [schedule[int(k)] for k in row.knots.split()]
+                axes.plot(sigmas, [row.passes] * len(sigmas), "D-", color="#1e8449", markersize=4, linewidth=0.6)
+            axes.plot(schedule, [0] * len(schedule), "|", color="black", markersize=8)
+            axes.invert_xaxis()
+            axes.set_title(f"eta {eta:g}")
+            axes.set_xlabel("sigma (1: pure noise; black: the trained steps)")
+            axes.yaxis.set_major_locator(MaxNLocator(integer=True))
+        figure.axes[0].set_ylabel("passes of the causal plan")
+    return figure
+
+
+def block_heat_map(table: pd.DataFrame) -> Figure:
+    """Cosine of the whole update in each block of parameters, a row per estimator that is not exact."""
+    table = table[(table["eta"] == table["eta"].max()) & table["family"].isin(["jagg", "spline", "causal"])]
+    wide = table.sort_values(["passes", "family"], ascending=[False, True]).pivot_table(
+        index="label", columns="block", values="cosine", sort=False
+    )
+    wide = wide[ordered_blocks(list(wide.columns))]
+    with _style():
+        figure = Figure(figsize=(2.8 + 1.1 * len(wide.columns), 0.3 * len(wide) + 1.2), layout="constrained")
+        axes = figure.subplots()
+        # shades of the loss on a logarithmic scale: cosines close to 1 are what differs
+        shades = np.log10(np.maximum(1 - wide.to_numpy(dtype=float), 1e-5))
+        axes.imshow(shades, cmap="Greys", vmin=-4, vmax=0, aspect="auto")
+        for y, x in np.ndindex(wide.shape):
+            colour = "white" if shades[y, x] > -1.6 else "black"
+            axes.text(x, y, f"{wide.iloc[y, x]:.4f}", ha="center", va="center", fontsize=8, color=colour)
+        axes.set_xticks(range(len(wide.columns)), list(wide.columns))
+        axes.set_yticks(range(len(wide)), list(wide.index))
+        axes.grid(visible=False)
+        axes.set_title(f"cosine to exact by parameter block, eta {table['eta'].max():g} (dark: far from 1)")
+    return figure
+
+
+def signal_per_cost(table: pd.DataFrame, samples: int) -> Figure:
+    """Share of exact's learning signal against the cost of the update and of the training step, at the first eta."""
+    table = table[(table["eta"] == table["eta"].max()) & table["loss"].notna()]
+    with _style():
+        figure = Figure(figsize=(9.2, 4.4), layout="constrained")
+        panels = figure.subplots(1, 2, sharey=True)
+        for axes, cost, label in (
+            (panels[0], "update_cost", "cost of the update (exact: 1)"),
+            (panels[1], "step_cost", "cost of the training step with its rollout (exact: 1)"),
+        ):
+            for family, part in table.groupby("family", sort=False):
+                colour, marker, _ = STYLES[str(family)]
+                part = part.sort_values(cost)
+                kept = 1 - part["loss"].astype(float)
+                spread = [part["loss_high"] - part["loss"], part["loss"] - part["loss_low"]]
+                axes.errorbar(
+                    part[cost],
+                    kept,
+                    yerr=np.array(spread, dtype=float),
+                    color=colour,
+                    marker=marker,
+                    linestyle="",
+                    markersize=5,
+                    linewidth=0.7,
+                    capsize=2,
+                    label=FAMILY_LABELS[str(family)],
+                )
+            axes.axhline(1, color="black", linewidth=0.6)
+            axes.set_xlabel(label)
+        _finish(figure, panels[0], f"share of exact's signal in an update of {samples} samples")
+    return figure
+
+
+def loss_by_batch(table: pd.DataFrame, target: float) -> Figure:
+    """Loss of learning signal against samples per update; the dashed line is the loss that is allowed."""
+    with _style():
+        figure, panels = _panels(table)
+        for eta, axes in panels.items():
+            part = table[(table["eta"] == eta) & table["loss"].notna()]
+            for (family, label), data in part.groupby(["family", "label"], sort=False):
+                if family == "causal-predicted":
+                    continue
+                colour, marker, line = STYLES[str(family)]
+                x, shade = data["update_samples"], 0.35 + 0.65 / max(1, len(label) % 4)
+                axes.plot(x, data["loss"], color=colour, marker=marker, linestyle=line, markersize=3, alpha=shade)
+                axes.text(x.iloc[-1], data["loss"].iloc[-1], f" {label}", fontsize=6, va="center")
+            axes.axhline(target, color="black", linestyle="--", linewidth=0.8)
+            axes.set_xscale("log", base=2)
+            axes.set_title(f"eta {eta:g}")
+            axes.set_xlabel("samples per update")
+        figure.axes[0].set_ylabel("share of exact's signal that is lost")
     return figure
 
 

@@ -48,10 +48,17 @@ def exact_vector(table: CrossTable, steps: Sequence[int] | None = None) -> np.nd
     return vector
 
 
-def similarity(table: CrossTable, plan: Plan, steps: Sequence[int] | None = None) -> Similarity:
-    """The plan's gradient against exact: whole update, or what ``steps`` (a group) contribute to both."""
+def similarity(
+    table: CrossTable, plan: Plan, steps: Sequence[int] | None = None, block: str | None = None
+) -> Similarity:
+    """The plan's gradient against exact: whole update, or what ``steps`` (a group) contribute to both.
+
+    ``block``: in the parameters of that block alone.
+    """
     estimate, exact = table.vector(plan, steps), exact_vector(table, steps)
-    gram = table.gram
+    rows = np.flatnonzero((estimate != 0) | (exact != 0))
+    gram = (table.gram if block is None else table.grams[block])[np.ix_(rows, rows)]
+    estimate, exact = estimate[rows], exact[rows]
     difference = estimate - exact
     return similarity_from_products(
         float(estimate @ gram @ estimate),
@@ -59,3 +66,14 @@ def similarity(table: CrossTable, plan: Plan, steps: Sequence[int] | None = None
         float(estimate @ gram @ exact),
         float(difference @ gram @ difference),
     )
+
+
+def cross_cosines(table: CrossTable) -> np.ndarray:
+    """Cosine of every ``C[i, j]`` to ``C[j, j]``, ``[T, T]``; NaN where not collected or undefined."""
+    found = np.full((table.steps, table.steps), np.nan)
+    norms = np.sqrt(np.maximum(np.diag(table.gram), 0.0))
+    for n, (i, j) in enumerate(table.pairs):
+        own = table.index[j, j]
+        if norms[n] > 0 and norms[own] > 0:
+            found[i, j] = np.clip(table.gram[n, own] / norms[n] / norms[own], -1, 1)
+    return found

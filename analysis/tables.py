@@ -6,6 +6,7 @@ from typing import Any
 
 import pandas as pd
 
+from analysis.knots import PLANS
 from analysis.routing import calibrated_frac
 from analysis.similarity import METRICS
 from analysis.statistics import Interval, bootstrap, ratio_of_medians
@@ -13,7 +14,8 @@ from jagg_core.plan import groups_of
 from jagg_core.records import Cell, Record
 
 
-def _interval(name: str, interval: Interval) -> dict[str, Any]:
+def interval_columns(name: str, interval: Interval) -> dict[str, Any]:
+    """An interval as columns of a table."""
     return {name: interval.value, f"{name}_low": interval.low, f"{name}_high": interval.high, "n": interval.n}
 
 
@@ -21,7 +23,8 @@ def _estimator_cells(record: Record) -> list[Cell]:
     return [c for c in record.cells if c.status == "ok" and "headline" in c.settings]
 
 
-def _about(cell: Cell) -> dict[str, Any]:
+def about(cell: Cell) -> dict[str, Any]:
+    """Columns that say which estimator a row is of."""
     return {key: cell.settings[key] for key in ("eta", "estimator", "label", "family", "passes", "anticipating")}
 
 
@@ -30,9 +33,9 @@ def whole_update(record: Record) -> pd.DataFrame:
     rows = []
     for cell in _estimator_cells(record):
         if cell.settings["headline"]:
-            row = _about(cell)
+            row = about(cell)
             for metric in METRICS:
-                row |= _interval(metric, bootstrap(cell.samples[metric]))
+                row |= interval_columns(metric, bootstrap(cell.samples[metric]))
             rows.append(row)
     frame = pd.DataFrame(rows)
     return frame.sort_values(["eta", "passes", "cosine"], ascending=False, ignore_index=True) if rows else frame
@@ -46,11 +49,11 @@ def per_group(record: Record) -> pd.DataFrame:
         by_group = cell.settings["headline"] and "whole_update_only" not in cell.settings
         for window in record.settings["windows"] if by_group else ():
             for number, group in enumerate(groups_of(steps, window)):
-                row = _about(cell) | {"window": window, "group": number}
+                row = about(cell) | {"window": window, "group": number}
                 row |= {"sigma_first": record.schedule[group[0]], "sigma_last": record.schedule[group[-1]]}
                 for metric in METRICS:
                     samples = cell.samples[f"w{window}.group{number}.{metric}"]
-                    row |= _interval(metric, bootstrap(samples))
+                    row |= interval_columns(metric, bootstrap(samples))
                     if metric == "cosine":
                         row["undefined"] = sum(s is None for s in samples)
                 rows.append(row)
@@ -60,7 +63,7 @@ def per_group(record: Record) -> pd.DataFrame:
 def pareto(record: Record) -> pd.DataFrame:
     """Cosine against passes for every plan that was judged; ``best`` marks the best of its family at its passes."""
     rows = [
-        _about(cell) | _interval("cosine", bootstrap(cell.samples["cosine"]))
+        about(cell) | interval_columns("cosine", bootstrap(cell.samples["cosine"]))
         for cell in _estimator_cells(record)
         if cell.settings["family"] in ("jagg", "spline", "causal")
     ]
@@ -72,24 +75,76 @@ def pareto(record: Record) -> pd.DataFrame:
     return frame
 
 
+TARGETS = (0.8, 0.85, 0.9, 0.95, 0.97, 0.99)
+"""Thresholds at which `routing` shows how ``jagg_frac`` depends on them, beside the one that was asked for."""
+
+
 def routing(record: Record) -> pd.DataFrame:
-    """``jagg_frac`` that keeps every routed group's cosine at the threshold, per eta and window."""
+    """``jagg_frac`` that keeps every routed group's cosine at a threshold, per eta and window."""
     rows = []
-    threshold = record.settings["threshold"]
+    wanted = record.settings["threshold"]
     for cell in _estimator_cells(record):
         window = cell.settings.get("window", 0)
         if cell.settings["family"] == "jagg" and cell.settings.get("jagg_frac") == 1.0 and cell.settings["headline"]:
             numbers = range(len(groups_of(len(record.schedule), window)))
             cosines = [cell.samples[f"w{window}.group{n}.cosine"] for n in numbers]
-            row = {"eta": cell.settings["eta"], "window": window, "threshold": threshold}
-            rows.append(row | _interval("jagg_frac", calibrated_frac(cosines, threshold)))
+            for threshold in sorted({*TARGETS, wanted}):
+                row = {"eta": cell.settings["eta"], "window": window, "threshold": threshold}
+                row |= {"groups": len(numbers), "asked_for": threshold == wanted}
+                rows.append(row | interval_columns("jagg_frac", calibrated_frac(cosines, threshold)))
+    return pd.DataFrame(rows)
+
+
+def blocks(record: Record) -> pd.DataFrame:
+    """Similarity of the whole update in each block of parameters alone."""
+    rows = []
+    for cell in _estimator_cells(record):
+        names = [key.split(".")[1] for key in cell.samples if key.startswith("block.") and key.endswith(".cosine")]
+        for block in names:
+            row = about(cell) | {"block": block}
+            for metric in METRICS:
+                row |= interval_columns(metric, bootstrap(cell.samples[f"block.{block}.{metric}"]))
+            rows.append(row)
+    return pd.DataFrame(rows)
+
+
+def cross(record: Record) -> pd.DataFrame:
+    """Mean cosine of ``C[knot, step]`` to ``C[step, step]``: the knot before the step (past), or after it (future)."""
+    rows = []
+    for cell in record.cells:
+        if cell.name.endswith("/cross") and cell.status == "ok":
+            for knot, cosines in enumerate(cell.values["cosine"]):
+                for step, cosine in enumerate(cosines):
+                    rows.append({"eta": cell.settings["eta"], "knot": knot, "step": step, "cosine": cosine})
+    return pd.DataFrame(rows)
+
+
+def knots(record: Record) -> pd.DataFrame:
+    """Calibrated knots for every number of passes, with the cosine on the rollouts they were searched on."""
+    rows = []
+    for cell in record.cells:
+        if cell.name.endswith("/knots") and cell.status == "ok":
+            for family in PLANS:
+                for passes, found in cell.values[family].items():
+                    row = {"eta": cell.settings["eta"], "family": family, "passes": int(passes)}
+                    rows.append(row | {"knots": " ".join(map(str, found["knots"])), "cosine": found["cosine"]})
+    return pd.DataFrame(rows)
+
+
+def floor(record: Record) -> pd.DataFrame:
+    """How far the exact gradient is from itself: computed again, and in half batches."""
+    rows = []
+    for cell in record.cells:
+        if cell.name.endswith("/floor") and cell.status == "ok":
+            for what, found in cell.values.items():
+                rows.append({"eta": cell.settings["eta"], "computed": what, **found})
     return pd.DataFrame(rows)
 
 
 def leak(record: Record) -> pd.DataFrame:
     """Squared norm of the mean gradient under advantages of 1, over its sampling noise."""
     return pd.DataFrame(
-        [_about(cell) | cell.values for cell in record.cells if "/leak/" in cell.name and cell.status == "ok"]
+        [about(cell) | cell.values for cell in record.cells if "/leak/" in cell.name and cell.status == "ok"]
     )
 
 
@@ -108,7 +163,7 @@ def speed(records: list[Record]) -> pd.DataFrame:
                 samples = cell.samples.get(f"{phase}_s")
                 row[f"{phase}_s"] = None if samples is None else float(pd.Series(samples).median())
             row["fastest_s"] = min(s for s in cell.samples["total_s"] if s is not None)
-            row |= _interval("speed_up", ratio_of_medians(exact["total_s"], cell.samples["total_s"]))
+            row |= interval_columns("speed_up", ratio_of_medians(exact["total_s"], cell.samples["total_s"]))
             if "backward_s" in cell.samples:
                 row["backward_speed_up"] = ratio_of_medians(exact["backward_s"], cell.samples["backward_s"]).value
             rows.append(row)
@@ -134,6 +189,10 @@ def all_tables(record: Record, speed_records: list[Record]) -> dict[str, pd.Data
         "per_group": per_group(record),
         "pareto": pareto(record),
         "routing": routing(record),
+        "blocks": blocks(record),
+        "cross": cross(record),
+        "knots": knots(record),
+        "floor": floor(record),
         "leak": leak(record),
         "speed": speed(speed_records),
         "failures": failures([record, *speed_records]),

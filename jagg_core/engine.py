@@ -18,9 +18,9 @@ from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
+from jagg_core.distributed import on_any_rank
 from jagg_core.objective import (
     ClippedSurrogate,
     Upstream,
@@ -237,7 +237,7 @@ class _Update:
         version = weights_version(self.policy)
         if version is None or self.trajectory.weights_version is None:
             return None
-        return not _on_any_rank(version != self.trajectory.weights_version, self.trajectory.latents.device)
+        return not on_any_rank(version != self.trajectory.weights_version, self.trajectory.latents.device)
 
     def bundles(self) -> Iterator[list[int]]:
         """Positions of the knots that share one backward call."""
@@ -386,7 +386,7 @@ class _Update:
         done = {self.plan.knots[i] for i in positions} if self.plan.knot_sigmas is None else set()
         inner = [j for j in steps if j not in done]
         here = bool(mixed.any())
-        if not inner or not _on_any_rank(here, mixed.device):
+        if not inner or not on_any_rank(here, mixed.device):
             return
         # a rank without such samples joins with one sample of weight zero, to keep collectives in step
         members = mixed.nonzero().flatten() if here else torch.zeros(1, dtype=torch.long, device=mixed.device)
@@ -460,12 +460,3 @@ class _Update:
             log_ratio_by_step=dict(zip(ratios, log_ratio.abs().amax(1).tolist(), strict=True)),
             seconds=dict(self.seconds) if self.clock is not None else {},
         )
-
-
-def _on_any_rank(here: bool, device: torch.device) -> bool:
-    """Whether something is true on this or any other rank of the default process group."""
-    if not (dist.is_available() and dist.is_initialized()):
-        return here
-    flag = torch.tensor(int(here), device=device)
-    dist.all_reduce(flag, op=dist.ReduceOp.MAX)
-    return bool(flag.item())

@@ -13,7 +13,8 @@ class VelocityPolicy(Protocol):
 
     A policy may also offer
 
-    - ``parameters()``: the trained parameters. With them the engine can tell whether a rollout is on policy.
+    - ``parameters()``: the trained parameters. With them the engine can tell whether a rollout is on policy. The same
+      tensors at every call: under FSDP2 keep the sharded ones, for a module shows gathered ones after a forward.
     - ``signature() -> dict[str, str]``: settings that a replay must share with the rollout (guidance, dtype, prompts).
     """
 

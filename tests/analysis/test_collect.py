@@ -13,9 +13,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from analysis import collect
-from analysis.collect import collect_table, gram_matrix, plan_gradients, reachable_pairs
+from analysis import collect, spaces
+from analysis.collect import SpaceName, collect_table, plan_gradients, reachable_pairs
 from analysis.similarity import similarity, similarity_from_products
+from analysis.spaces import gram_matrix
 from jagg_core import (
     ClippedSurrogate,
     OffPolicyError,
@@ -166,7 +167,11 @@ def test_plans_for_other_steps_or_samples_are_refused(field: MlpField, trajector
         message = rf"plan '{plan.name}' must have weights \[K, 10\], found {shape}"
         with pytest.raises(ValueError, match=message):
             table.vector(plan)
-        with pytest.raises(ValueError, match=message):
+    for plan, found in (
+        (other, r"\[K, 10\], found \[9, 9\]"),
+        (replace(per_sample, weights=per_sample.weights[:3]), "4 samples"),
+    ):
+        with pytest.raises(ValueError, match=found):
             plan_gradients(field, trajectory, ADVANTAGES, OBJECTIVE, {"x": plan})
 
 
@@ -179,9 +184,14 @@ def test_shared_gradients_are_those_of_updates_really_run(
 ) -> None:
     plans = {name: make(trajectory.sigmas) for name, make in every_plan.items()}
     plans["predicted"] = causal_plan(trajectory.sigmas, [0, 2, 6], predict=True)
+    own = torch.zeros(4, 10, 10, dtype=torch.float64)
+    for sample, (knots, fed) in enumerate([((2, 7), (5, 9)), ((0, 3), (0, 4)), ((8,), (1,)), ((1, 9), (9, 2))]):
+        for knot, step in zip(knots, fed, strict=True):
+            own[sample, knot, step] = 1.5
+    plans["per sample"] = Plan(tuple(range(10)), own, trajectory.sigmas)
     found = plan_gradients(field, trajectory, ADVANTAGES, OBJECTIVE, plans)
     forwards = len(field.calls)
-    assert forwards == 10 + 3, "one forward per knot that any plan uses, and per predicted knot"
+    assert forwards == 10 + 3 + 2, "one per knot that any plan uses, per predicted knot, and for a sample's own knots"
     assert list(found) == list(plans)
     for name, plan in plans.items():
         expected, _ = gradient(field, trajectory, ADVANTAGES, plan, OBJECTIVE, upstream)
@@ -200,6 +210,8 @@ Measure = Callable[[MlpField, Trajectory], object]
 MEASURES: dict[str, Measure] = {
     "table": lambda field, t: collect_table(field, t, ADVANTAGES, OBJECTIVE),
     "plans": lambda field, t: plan_gradients(field, t, ADVANTAGES, OBJECTIVE, {"exact": exact_plan(t.sigmas)}),
+    "side by side": lambda field, t: collect_table(field, t, ADVANTAGES, OBJECTIVE, workers=2),
+    "projected": lambda field, t: collect_table(field, t, ADVANTAGES, OBJECTIVE, space="projected", dimension=50),
 }
 each_measure = pytest.mark.parametrize("measure", MEASURES.values(), ids=MEASURES)
 
@@ -309,9 +321,10 @@ def test_other_errors_of_the_backward_are_their_own(field: MlpField) -> None:
         collect_table(field, trajectory, ADVANTAGES, OBJECTIVE)
 
 
+@pytest.mark.parametrize("space", ["exact", "projected", "auto"])
 @pytest.mark.parametrize("proc", [True, False], ids=["meminfo", "sysconf"])
 def test_too_little_memory_is_said_before_any_forward(
-    proc: bool, field: MlpField, monkeypatch: pytest.MonkeyPatch
+    proc: bool, space: SpaceName, field: MlpField, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trajectory = make_rollout(field, steps=4)
 
@@ -323,8 +336,10 @@ def test_too_little_memory_is_said_before_any_forward(
     monkeypatch.setattr(collect, "open", meminfo, raising=False)
     if not proc:
         monkeypatch.setattr(collect.os, "sysconf", lambda _: 32)
-    with pytest.raises(MemoryError, match=r"the cross gradients take 0\.0 GiB, 0\.0 GiB are free: lower the number"):
-        collect_table(field, trajectory, ADVANTAGES, OBJECTIVE)
+    with pytest.raises(
+        MemoryError, match=r"the cross gradients take 0\.0 GiB, 0\.0 GiB are free here .* lower the reach"
+    ):
+        collect_table(field, trajectory, ADVANTAGES, OBJECTIVE, space=space)
     assert field.calls == []
 
 
@@ -334,11 +349,10 @@ def test_enough_memory_is_enough(field: MlpField, monkeypatch: pytest.MonkeyPatc
     free = -(-needed * 10 // 9 // 1024) + 1
     monkeypatch.setattr(collect, "open", lambda _: io.StringIO(f"MemAvailable: {free} kB\n"), raising=False)
     assert collect_table(field, trajectory, ADVANTAGES, OBJECTIVE).gram.shape == (16, 16)
-    with pytest.raises(MemoryError):
-        collect_table(field, trajectory, ADVANTAGES, OBJECTIVE, at_once=2)
     monkeypatch.setattr(collect, "open", lambda _: io.StringIO(f"MemAvailable: {free - 3} kB\n"), raising=False)
     with pytest.raises(MemoryError):
-        collect_table(field, trajectory, ADVANTAGES, OBJECTIVE)
+        collect_table(field, trajectory, ADVANTAGES, OBJECTIVE, space="exact")
+    assert collect_table(field, trajectory, ADVANTAGES, OBJECTIVE, dimension=20).dimension == 20, "projected instead"
 
 
 # Inner products in any precision
@@ -393,7 +407,7 @@ def test_products_of_fp32_rows_of_any_scale(scales: tuple[float, float]) -> None
 
 @pytest.mark.parametrize("chunk", [7, 64, 1000])
 def test_blocks_and_chunks_make_no_difference(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(collect, "CHUNK", chunk)
+    monkeypatch.setattr(spaces, "CHUNK", chunk)
     rows = torch.randn(130, 300, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     gram = gram_matrix(rows)
     np.testing.assert_allclose(gram, (rows @ rows.T).numpy(), rtol=1e-12, atol=1e-12)

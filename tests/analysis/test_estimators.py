@@ -7,7 +7,6 @@ from collections import Counter
 import pytest
 import torch
 
-from analysis import estimators
 from analysis.estimators import (
     SUBSAMPLE_DRAWS,
     Estimator,
@@ -87,22 +86,34 @@ def test_the_main_table_compares_at_equal_passes() -> None:
     assert budgets == {14, 10, 8}
     for family in ("subsample", "spline", "causal"):
         assert {e.passes for e in chosen if e.family == family} == budgets | {5}
-    assert {e.passes for e in chosen if e.family == "causal-predicted"} == set(estimators.PREDICTED_PASSES)
+    assert not [e.name for e in chosen if e.family == "causal-predicted"]
+
+
+def test_predicted_knots_are_the_causal_ones_moved() -> None:
+    eight, five = predicted(SIGMAS, knots_for(20), (8, 5))
+    assert [(e.name, e.passes, e.family) for e in (eight, five)] == [
+        ("causal-predicted-8", 8, "causal-predicted"),
+        ("causal-predicted-5", 5, "causal-predicted"),
+    ]
+    assert eight.plans[0].knots == knots_for(20)["causal"][8]
+    assert eight.plans[0].knot_sigmas is not None
+    assert not eight.anticipating
+    assert eight.settings == {"knots": list(eight.plans[0].knots), "whole_update_only": True}
 
 
 def test_every_number_of_passes_is_on_the_front() -> None:
-    front = pareto(SIGMAS, range(3, 6), knots_for(20), range(4, 15))
+    front = pareto(SIGMAS, range(3, 9), knots_for(20), range(4, 15))
     for family in ("spline", "causal"):
         assert sorted(e.passes for e in front if e.family == family) == list(range(4, 15))
     windows = Counter(e.settings["window"] for e in front if e.family == "jagg")
-    assert windows == {3: 1, 4: 3, 5: 3}
+    assert windows == {3: 1, 4: 3, 5: 3, 6: 2, 7: 1, 8: 2}
     assert all(4 <= e.passes <= 14 for e in front)
 
 
 def test_knots_that_were_not_found_are_left_out() -> None:
     knots = knots_for(20, fewest=9)
     assert {e.passes for e in headline(SIGMAS, (4, 5), 0.6, knots, 0) if e.family == "causal"} == {14, 10}
-    assert predicted(SIGMAS, knots) == [] or min(e.passes for e in predicted(SIGMAS, knots)) >= 9
+    assert [e.passes for e in predicted(SIGMAS, knots, (14, 9, 8))] == [14, 9]
     assert {e.family for e in leak_suspects(SIGMAS, (5,), 0.6, knots, 0)} == {
         "exact",
         "jagg",

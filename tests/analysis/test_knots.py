@@ -25,7 +25,7 @@ def table_of(jacobians: np.ndarray, seed: int) -> CrossTable:
     upstream = np.random.default_rng(seed).normal(size=(steps, jacobians.shape[1]))
     pairs = reachable_pairs(steps)
     vectors = np.stack([jacobians[i].T @ upstream[j] for i, j in pairs])
-    return CrossTable(steps, pairs, vectors @ vectors.T)
+    return CrossTable(steps, pairs, {"all": vectors @ vectors.T})
 
 
 def drifting(steps: int, seed: int) -> np.ndarray:
@@ -91,7 +91,7 @@ def test_a_limited_reach_ends_the_search() -> None:
     whole = table_of(drifting(7, 0), 0)
     pairs = reachable_pairs(7, past=2, future=0)
     index = [whole.index[pair] for pair in pairs]
-    table = CrossTable(7, pairs, whole.gram[np.ix_(index, index)])
+    table = CrossTable(7, pairs, {"all": whole.gram[np.ix_(index, index)]})
     search = KnotSearch([table], SIGMAS, causal_plan)
     found = search.search()
     assert min(found) == 3
@@ -102,7 +102,7 @@ def test_a_limited_reach_ends_the_search() -> None:
 
 
 def test_a_table_without_gradient_scores_nothing() -> None:
-    table = CrossTable(7, PAIRS, np.zeros((49, 49)))
+    table = CrossTable(7, PAIRS, {"all": np.zeros((49, 49))})
     assert KnotSearch([table], SIGMAS, causal_plan).score((0, 3)) == 0
 
 

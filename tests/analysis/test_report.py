@@ -9,7 +9,9 @@ import pandas as pd
 import pytest
 
 from analysis import figures, tables
-from analysis.report import findings, interval_text, printable, write_report
+from analysis.findings import findings
+from analysis.printable import interval_text, printable
+from analysis.report import write_report
 from analysis.similarity import METRICS
 from jagg_core.records import Cell, Record, RecordError
 

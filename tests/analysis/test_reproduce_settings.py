@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from analysis import reproduce
+from analysis import job, reproduce
 from analysis.__main__ import QUICK, main, parser, settings_from
 from analysis.reproduce import Reproduce, run
 from analysis.workload import Recipe
@@ -39,6 +39,9 @@ BAD: list[tuple[str, Any]] = [
     ("evaluation_batches", (1,)),
     ("leak_batches", 2),
     ("workers", -1),
+    ("predicted_passes", (5, 0)),
+    ("space", "random"),
+    ("dimension", 0),
     ("speed_rounds", 1),
     ("speed_batch", 0),
     ("speed_window", 1),
@@ -57,7 +60,7 @@ def nothing_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     def start(*_: object, **__: object) -> None:
         raise AssertionError("started before the refusal")
 
-    monkeypatch.setattr(reproduce, "load_backbone", start)
+    monkeypatch.setattr(job, "load_backbone", start)
     monkeypatch.setattr(reproduce.subprocess, "run", start)
 
 
@@ -79,7 +82,7 @@ def test_windows_must_fit_the_schedule() -> None:
     recipe = Recipe(steps=4)
     with pytest.raises(ValueError, match="speed_window must be at most the 3 trained steps, found 5"):
         Reproduce(windows=(3,), recipe=recipe)
-    with pytest.raises(ValueError, match="window must be between 1 and the 3 trained steps, found 4"):
+    with pytest.raises(ValueError, match="windows must lie between 2 and 3, found 4"):
         Reproduce(windows=(4,), speed_window=3, recipe=recipe)
     assert Reproduce(windows=(3,), speed_window=3, recipe=recipe).recipe is recipe
 
@@ -156,7 +159,7 @@ def test_flags_are_settings() -> None:
 
 def test_quick_gives_way_to_flags() -> None:
     quick = settings("--quick")
-    assert quick == replace(Reproduce(), **QUICK)
+    assert quick == replace(Reproduce(), **QUICK[Reproduce])
     assert quick != Reproduce()
     found = settings("--quick", "--leak-batches", "7", "--samples", "3")
     assert found == replace(quick, leak_batches=7, recipe=Recipe(samples=3))

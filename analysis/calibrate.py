@@ -1,0 +1,231 @@
+"""The calibration: how much of a trajectory may be approximated on a backbone, and which plan to run.
+
+Computes and stores; `analysis.report` draws from what is stored, `analysis.calibration` says what to run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.benchmark.utils.timer import timer
+from tqdm import tqdm
+
+from analysis.bank import CENTRINGS, PER_PROMPT, SIDE_PASSES, bank_rows, contenders, core, products, suspects
+from analysis.estimators import Estimator
+from analysis.job import Job
+from analysis.knots import Knots
+from analysis.rivals import per_sample, rivals
+from analysis.store import Arrays
+from analysis.study import Study
+from analysis.workload import Recipe, check_prompts, rollout_seed
+from jagg_core import Plan, accumulate_gradients
+from jagg_core.checks import require_at_least
+from jagg_core.records import Record, recorded
+from jagg_core.rewards import score
+from jagg_core.seeding import derive_seed
+from jagg_core.trajectory import Trajectory, rollout
+
+WINDOWS = (4, 5, 8, 10, 20)
+SUBSAMPLED = (8, 5, 2)
+"""Passes of the subsampling that the learning signal of plans is compared with."""
+
+OUTPUTS = ("record.json", "calibration-*.json", "report.html", "tables/*.csv", "figures/*.png", "figures/*.svg")
+"""What a calibration's folder holds, beside ``collected/``."""
+
+
+@dataclass(frozen=True)
+class Calibrate(Study):
+    """Settings of a calibration; see `Study`.
+
+    ``signal_batches`` rollout batches of ``signal_prompts`` times ``signal_samples`` measure the learning signal of
+    plans with each of ``signal_passes``, and what it would be in an update of ``update_samples``. The plan to run is
+    the one with the fewest passes that surely loses less than ``max_signal_loss`` of it; beside it stands the one that
+    surely keeps ``min_cosine``. Estimators that are there for comparison only are measured on the first
+    ``contender_batches``, the bias under other centrings on the first ``centring_batches``.
+    ``windows`` by default are those of 4, 5, 8, 10 and 20 that fit the schedule.
+
+    Raises:
+        ValueError: a setting out of range; raised before any model is loaded.
+    """
+
+    windows: tuple[int, ...] = WINDOWS
+    calibration_batches: tuple[int, ...] = (5,)
+    evaluation_batches: tuple[int, ...] = (5,)
+    predicted_passes: tuple[int, ...] = (8, 6, 5, 4)
+    signal_batches: int = 48
+    signal_prompts: int = 2
+    signal_samples: int = 4
+    signal_passes: tuple[int, ...] = (8, 6, 5, 4, 3, 2)
+    signal_dimension: int = 2**16
+    contender_batches: int = 16
+    centring_batches: int = 8
+    update_samples: int = 64
+    max_signal_loss: float = 0.05
+    min_cosine: float = 0.99
+    timing_rounds: int = 4
+
+    def __post_init__(self) -> None:
+        if self.windows == WINDOWS:
+            object.__setattr__(self, "windows", tuple(w for w in WINDOWS if w <= self.steps) or (self.steps,))
+        super().__post_init__()
+        require_at_least(
+            self,
+            signal_batches=3,
+            signal_prompts=1,
+            signal_samples=2,
+            signal_dimension=1,
+            contender_batches=3,
+            centring_batches=3,
+            update_samples=1,
+            timing_rounds=2,
+        )
+        for name in ("max_signal_loss", "min_cosine"):
+            if not 0 < getattr(self, name) < 1:
+                raise ValueError(f"{name} must be between 0 and 1, found {getattr(self, name)}")
+        if not self.signal_passes or min(self.signal_passes) < 1:
+            raise ValueError(f"signal_passes must be at least 1, one of them needed, found {list(self.signal_passes)}")
+
+    @property
+    def signal_recipe(self) -> Recipe:
+        """How the batches of the learning signal are made."""
+        return replace(self.recipe, prompts=self.signal_prompts, samples=self.signal_samples)
+
+
+def start(settings: Calibrate, out: Path) -> Job:
+    """The backbone loaded, its reference checked; tables are kept in ``out/collected``.
+
+    Raises:
+        NotReproducible: the exact gradient differs from itself.
+    """
+    job = Job(settings, out, "calibrate", store=out / "collected")
+    check_prompts(settings.signal_recipe, job.backbone)
+    for pattern in OUTPUTS:
+        for old in out.glob(pattern):
+            old.unlink()
+    for eta in settings.etas:
+        job.check_reference(eta)
+    return job
+
+
+def collect(settings: Calibrate, out: Path) -> Record:
+    """Make the tables of calibration and evaluation rollouts that ``out/collected`` does not hold yet."""
+    job = start(settings, out)
+    for eta in settings.etas:
+        knots = job.search_knots(eta)
+        if knots is not None:
+            job.evaluate(eta, knots)
+    return job.record
+
+
+def run(settings: Calibrate, out: Path) -> Record:
+    """Calibrate and write ``out/record.json``; what ``out/collected`` holds of an earlier run is used again.
+
+    Every cell that fails is recorded as failed, the others still run. Returns the record.
+
+    Raises:
+        NotReproducible: the exact gradient differs from itself.
+    """
+    job = start(settings, out)
+    for eta in settings.etas:
+        knots = job.search_knots(eta)
+        if knots is not None:
+            job.evaluate(eta, knots)
+            measure_signal(job, settings, eta, knots)
+            time_updates(job, settings, eta, knots)
+    return job.record
+
+
+def measure_signal(job: Job, settings: Calibrate, eta: float, knots: Knots) -> None:
+    """A cell per estimator and centring: inner products of its gradients and exact's over all pairs of batches."""
+    recipe, count = settings.signal_recipe, settings.signal_batches
+    main = core(job.sigmas, settings.windows, settings.jagg_frac, knots, settings.signal_passes)
+    names = {e.name for e in main}
+    side = [e for e in contenders(job.sigmas, settings.windows, knots) if e.name not in names]
+    watched = suspects([*main, *side], settings.windows)
+    banks: dict[tuple[str, str], list[np.ndarray]] = {}
+    about: dict[str, Estimator] = {}
+    seed = derive_seed(settings.recipe.seed, "signal", "projection")
+    with recorded(job.record.cells, f"eta={eta:g}/signal", eta=eta) as cell:
+        for number in tqdm(range(count), desc=f"learning signal, eta {eta:g}", unit="batch"):
+            own_seed = rollout_seed(recipe, eta, "signal", number)
+            chosen = {PER_PROMPT: [*main, *rivals(job.sigmas, SUBSAMPLED, own_seed)]}
+            if number < settings.contender_batches:
+                chosen[PER_PROMPT] += [*side, *per_sample(job.sigmas, recipe.batch, SIDE_PASSES, own_seed)]
+            if number < settings.centring_batches:
+                chosen |= {centring: watched for centring in CENTRINGS if centring != PER_PROMPT}
+
+            def make(number: int = number, chosen: dict[str, list[Estimator]] = chosen) -> Arrays:
+                batch = job.batch(eta, "signal", number, recipe)
+                rows = bank_rows(batch, job.objective, chosen, settings.signal_dimension, seed, job.workers)
+                return {"rows": rows.cpu().numpy()}
+
+            job.note_seed(eta, "signal", number, recipe)
+            plans = {centring: [_plan_key(e) for e in some] for centring, some in chosen.items()}
+            key = job.key(eta, recipe, number=number, dimension=settings.signal_dimension, projection=seed, plans=plans)
+            rows = iter(job.store.get(f"signal-{number}", key, make)["rows"])
+            for centring, some in chosen.items():
+                for estimator in some:
+                    about[estimator.name] = estimator
+                    banks.setdefault((centring, estimator.name), []).append(next(rows))
+        cell.values = {"batches": count, "samples_per_batch": recipe.batch, "dimension": settings.signal_dimension}
+    for (centring, name), rows_of in banks.items() if job.record.cells[-1].status == "ok" else ():
+        estimator = about[name]
+        where = f"eta={eta:g}/signal/{centring}/{name}"
+        with recorded(job.record.cells, where, **estimator.describe(), eta=eta, centring=centring) as cell:
+            found = products(np.stack(rows_of), np.stack(banks[centring, "exact"][: len(rows_of)]))
+            cell.values = {"batches": found.n}
+            cell.samples = {"own": _rounded(found.own)}
+            if name != "exact":
+                cell.samples |= {"cross": _rounded(found.cross)}
+    job.save()
+
+
+def time_updates(job: Job, settings: Calibrate, eta: float, knots: Knots) -> None:
+    """Seconds of rollout, reward and update by several plans, interleaved round by round."""
+    recipe = settings.signal_recipe
+    with recorded(job.record.cells, f"eta={eta:g}/times", eta=eta, batch=recipe.batch) as cell:
+        batch = job.batch(eta, "signal", 0, recipe)
+        main = core(job.sigmas, settings.windows, settings.jagg_frac, knots, settings.signal_passes)
+        timed = {e.name: e.plans[0] for e in main}
+        arms: dict[str, Callable[[], Any]] = {
+            "rollout": lambda: _roll_out_again(batch.trajectory, batch.policy),
+            "reward": lambda: score(job.reward, job.backbone.decode(batch.trajectory.final), batch.prompts),
+        }
+        for name, plan in timed.items():
+            arms[name] = lambda plan=plan: _update(job, batch, plan)  # type: ignore[misc]
+        samples: dict[str, list[float | None]] = {f"{name}_s": [] for name in arms}
+        for number in tqdm(range(settings.timing_rounds + 1), desc=f"time updates, eta {eta:g}", unit="round"):
+            for name, arm in arms.items():
+                begin = timer()
+                arm()
+                if number:  # the first round warms up
+                    samples[f"{name}_s"].append(timer() - begin)
+        cell.samples = samples
+    job.save()
+
+
+def _update(job: Job, batch: Any, plan: Plan) -> None:
+    accumulate_gradients(batch.policy, batch.trajectory, batch.advantages, plan, job.objective)
+    for parameter in batch.policy.parameters():
+        parameter.grad = None
+
+
+def _roll_out_again(trajectory: Trajectory, policy: Any) -> None:
+    sigmas = torch.cat([trajectory.sigmas, trajectory.next_sigmas[-1:], torch.zeros(1, dtype=torch.float64)])
+    rollout(policy, sigmas, trajectory.transition, trajectory.latents[0], 0)
+
+
+def _plan_key(estimator: Estimator) -> list[Any]:
+    plan = estimator.plans[0]
+    sites = None if plan.knot_sigmas is None else plan.knot_sigmas.tolist()
+    return [estimator.name, plan.knots, plan.weights.tolist(), sites]
+
+
+def _rounded(matrix: np.ndarray) -> list[float | None]:
+    """Nine digits are more than statistics over batches need, and half of the bytes."""
+    return [float(f"{value:.9g}") for value in matrix.flatten().tolist()]

@@ -1,0 +1,67 @@
+"""What the numbers say, in sentences, from stored records alone."""
+
+from __future__ import annotations
+
+import pandas as pd
+
+from analysis import figures
+from analysis.calibration import recommend, recommend_signal
+from analysis.printable import interval_text
+from jagg_core.records import Record
+
+
+def paper_estimator(record: Record) -> str:
+    """Name of the paper's recipe in this record: its first window, routed by ``jagg_frac``."""
+    return f"jagg-w{record.settings['windows'][0]}-f{record.settings['jagg_frac']:g}"
+
+
+def findings(record: Record, frames: dict[str, pd.DataFrame]) -> list[str]:
+    """What the numbers say, in sentences; each only if its cells exist."""
+    said = []
+    steps = len(record.schedule)
+    front = frames["pareto"]
+    for eta in record.settings["etas"] if len(front) else ():
+        part = front[front["eta"] == eta]
+        paper = part[part["estimator"] == paper_estimator(record)]
+        causal = part[(part["family"] == "causal") & part["best"]].sort_values("passes")
+        if len(paper) and len(causal):
+            row = paper.iloc[0]
+            said.append(
+                f"eta {eta:g}: the paper's recipe takes {row['passes']} of {steps} passes at cosine "
+                f"{interval_text(row, 'cosine', 4)}."
+            )
+            targets = sorted({0.97, 0.99, record.settings.get("min_cosine", 0.99)})
+            said += [text for target in targets if (text := recommend(record, eta, target)) is not None]
+            jagg = part[(part["family"] == "jagg") & part["best"]]
+            both = jagg.merge(causal, on="passes", suffixes=("_jagg", "_causal"))
+            below = both[both["cosine_causal"] < both["cosine_jagg"]]["passes"].unique().tolist()
+            where = f"except at {', '.join(map(str, below))} passes" if below else "at every one of them"
+            said.append(
+                f"eta {eta:g}: against the paper's rule with its best window and fraction at the same number of passes "
+                f"({both['passes'].min()} to {both['passes'].max()}), causal's mean cosine is not lower {where}."
+                if len(both)
+                else f"eta {eta:g}: no common numbers of passes to compare."
+            )
+    signal = frames.get("signal", pd.DataFrame())
+    for _, part in signal.groupby("eta", sort=False) if len(signal) else ():
+        said.append(recommend_signal(record, part)[0])
+    for _, row in frames["leak"].iterrows() if len(frames["leak"]) else ():
+        if row["family"] == "causal" or row["estimator"] == f"jagg-w{record.settings['windows'][0]}-f1":
+            verdict = "is not zero" if row["p_value"] < 0.05 else "cannot be told from zero"
+            said.append(
+                f"Leak: with all advantages 1, the mean gradient of '{row['label']}' {verdict} "
+                f"(ratio {row['ratio']:.2f}, p = {row['p_value']:.4f}, {row['n']} batches)."
+            )
+    for name, part in frames["speed"].groupby("backbone", sort=False) if len(frames["speed"]) else ():
+        by_arm = {row["arm"]: row for _, row in part.iterrows()}
+        shown = [
+            f"{figures.ARM_LABELS[arm]} {interval_text(by_arm[arm], 'speed_up', 2)}x"
+            for arm in ("paper-joint", "closed-form-sequential", "closed-form-batched")
+            if arm in by_arm
+        ]
+        text = f"Speed, one group on {name} against exact: {'; '.join(shown)}."
+        if {"exact", "exact-bare"} <= by_arm.keys():
+            overhead = by_arm["exact"]["fastest_s"] / by_arm["exact-bare"]["fastest_s"] - 1
+            text += f" Engine over its bare model calls, fastest rounds: {overhead * 100:+.1f} %."
+        said.append(text)
+    return said

@@ -1,0 +1,296 @@
+"""How much of the learning signal an estimator keeps, from inner products of gradients alone.
+
+Rollout batches b are independent and of equal size. The exact gradient of one is ``g^b = mu + noise`` with noise power
+V (the trace of its covariance); an estimator's is ``e^b = mu_e + noise`` with noise power V_e. What an update learns
+from is the cosine to ``mu``. Bias turns the mean, noise drowns it.
+
+A batch ``scale`` times larger is assumed to have noise power V / scale: noise averages over samples and prompts alike,
+so a larger batch must hold as many times more prompts. Samples added to the same prompts may help less.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from analysis.statistics import DRAWS, Interval, bootstrap
+
+Values = float | np.ndarray
+"""One value, or one for each bootstrap draw."""
+
+
+def _table(name: str, table: np.ndarray, symmetric: bool = True) -> np.ndarray:
+    """A table of inner products in fp64.
+
+    Raises:
+        ValueError: not square, not finite, fewer than 3 batches, or not symmetric where it must be.
+    """
+    table = np.asarray(table, dtype=np.float64)
+    if table.ndim != 2 or table.shape[0] != table.shape[1]:
+        raise ValueError(f"{name} must be a square table, found shape {table.shape}")
+    if len(table) < 3:
+        raise ValueError(f"{name} needs at least 3 batches, found {len(table)}")
+    if not np.isfinite(table).all():
+        raise ValueError(f"{name} must be finite, found {int((~np.isfinite(table)).sum())} entries that are not")
+    gap = float(np.abs(table - table.T).max())
+    if symmetric and gap > 1e-6 * float(np.abs(table).max()):
+        raise ValueError(f"{name} must be symmetric, found entries that differ by {gap:.3g}")
+    return table
+
+
+@dataclass(frozen=True, eq=False)
+class Products:
+    """Inner products of the gradients of n batches, each ``[n, n]``, fp64. For exact itself all three are equal.
+
+    Attributes:
+        exact: ``<g^b, g^b'>``.
+        cross: ``<e^b, g^b'>``; rows are the estimator's batches, columns exact's.
+        own: ``<e^b, e^b'>``.
+
+    Raises:
+        ValueError: a table that is not square, finite and of at least 3 batches; shapes that differ; exact or own that
+            is not symmetric.
+    """
+
+    exact: np.ndarray
+    cross: np.ndarray
+    own: np.ndarray
+
+    def __post_init__(self) -> None:
+        for name in ("exact", "cross", "own"):
+            object.__setattr__(self, name, _table(name, getattr(self, name), symmetric=name != "cross"))
+        if not self.exact.shape == self.cross.shape == self.own.shape:
+            found = f"{self.exact.shape}, {self.cross.shape}, {self.own.shape}"
+            raise ValueError(f"exact, cross and own must have one shape, found {found}")
+
+    @property
+    def n(self) -> int:
+        """Number of batches."""
+        return len(self.exact)
+
+
+def signal_samples(products: Products) -> list[float | None]:
+    """Cosine of each ``e^b`` to the sum of the exact gradients of all other batches.
+
+    Leaving b out keeps its own noise out of the reference. The reference is noisy still, so this is below the cosine to
+    ``mu``, for all estimators alike.
+
+    Returns:
+        n cosines in [-1, 1]; None where a norm is not positive.
+    """
+    others = 1 - np.eye(products.n)
+    reference = ((others @ products.exact) * others).sum(1)
+    found: list[float | None] = []
+    for product, own, norm in zip((products.cross * others).sum(1), np.diag(products.own), reference, strict=True):
+        if own > 0 and norm > 0:
+            found.append(float(np.clip(product / math.sqrt(own) / math.sqrt(norm), -1, 1)))
+        else:
+            found.append(None)
+    return found
+
+
+def paired_difference(products: Products, seed: int = 0) -> Interval:
+    """Mean over batches of the estimator's signal minus exact's; below 0: signal is lost.
+
+    Both cosines of a batch are to the same reference. Pairs in which either is undefined are left out. The interval is
+    that of the batches given their references, whose noise they share: it is too narrow for an estimator with bias (in
+    simulations with a bias of 20 % of ``|mu|`` it covered in 76 to 92 %). `signal_loss` resamples the references too.
+    """
+    exact = signal_samples(Products(products.exact, products.exact, products.exact))
+    pairs = zip(signal_samples(products), exact, strict=True)
+    return bootstrap([None if e is None or g is None else e - g for e, g in pairs], seed)
+
+
+def _positive(values: Values) -> Values:
+    """The values; NaN where not positive. Quotients and roots of the rest are silent."""
+    return np.where(np.asarray(values) > 0, values, np.nan)[()]
+
+
+@dataclass(frozen=True, eq=False)
+class Moments:
+    """Means and noise of exact and of an estimator, in squared gradient units; see `moments`.
+
+    Each field is one value, or an array with one for each draw. Estimates of squared norms may be negative: what needs
+    their root or divides by them is NaN there. Cosines are not clipped, as that would bias their mean.
+
+    Attributes:
+        mu2: ``|mu|^2``.
+        cross: ``<mu_e, mu>``.
+        own: ``|mu_e|^2``.
+        noise: V, noise power of an exact batch.
+        own_noise: V_e, noise power of an estimator's batch.
+    """
+
+    mu2: Values
+    cross: Values
+    own: Values
+    noise: Values
+    own_noise: Values
+
+    @property
+    def bias_squared(self) -> Values:
+        """``|mu_e - mu|^2 / |mu|^2``; its numerator is unbiased and so may be negative."""
+        return (self.own - 2 * self.cross + self.mu2) / _positive(self.mu2)
+
+    @property
+    def bias(self) -> Values:
+        """``|mu_e - mu| / |mu|``; 0 where the estimate of its square is negative."""
+        return np.sqrt(np.maximum(self.bias_squared, 0))
+
+    def signal(self, scale: float) -> Values:
+        """Expected cosine to ``mu`` of the estimator's gradient on a batch ``scale`` times larger.
+
+        Raises:
+            ValueError: a scale that is not positive.
+        """
+        return self._cosine(self.cross, self.own, self.own_noise, scale)
+
+    def exact_signal(self, scale: float) -> Values:
+        """The same of the exact gradient."""
+        return self._cosine(self.mu2, self.mu2, self.noise, scale)
+
+    def loss(self, scale: float) -> Values:
+        """Share of exact's signal that the estimator loses; negative where it has more."""
+        return 1 - self.signal(scale) / self.exact_signal(scale)
+
+    def _cosine(self, product: Values, squared: Values, noise: Values, scale: float) -> Values:
+        if not scale > 0:
+            raise ValueError(f"scale must be positive, found {scale}")
+        return product / (np.sqrt(_positive(self.mu2)) * np.sqrt(_positive(squared + noise / scale)))
+
+
+def moments(products: Products, weights: np.ndarray | None = None) -> Moments:
+    """Means from pairs of different batches, in which noise averages out; noise from the diagonals less the means.
+
+    Args:
+        products: inner products of n batches.
+        weights: ``[n]`` or ``[draws, n]``, how often each batch was drawn; once by default.
+
+    Returns:
+        Unbiased estimates (U-statistics); one for each draw if weights has two axes. A batch that is drawn twice never
+        pairs with itself: that would add its own noise to the means.
+
+    Raises:
+        ValueError: weights of another length, negative ones, or a draw of fewer than two batches.
+    """
+    n = products.n
+    drawn = np.ones(n) if weights is None else np.asarray(weights, dtype=np.float64)
+    if drawn.ndim not in (1, 2) or drawn.shape[-1] != n:
+        raise ValueError(f"weights must have shape ({n},) or (draws, {n}), found {drawn.shape}")
+    if not (drawn >= 0).all():
+        raise ValueError(f"weights must not be negative, found {drawn.min()}")
+    if not ((drawn > 0).sum(-1) >= 2).all():
+        raise ValueError(f"each draw needs at least 2 batches, found {int((drawn > 0).sum(-1).min())}")
+    pairs = drawn.sum(-1) ** 2 - (drawn**2).sum(-1)
+
+    def mean(table: np.ndarray) -> Values:
+        return ((drawn @ (table * (1 - np.eye(n)))) * drawn).sum(-1) / pairs
+
+    def power(table: np.ndarray) -> Values:
+        return drawn @ np.diag(table) / drawn.sum(-1)
+
+    mu2, own = mean(products.exact), mean(products.own)
+    return Moments(mu2, mean(products.cross), own, power(products.exact) - mu2, power(products.own) - own)
+
+
+def _draws(products: Products, seed: int) -> Moments:
+    """Moments of the bootstrap draws of batches; draws of one batch only have no pairs and are left out."""
+    n = products.n
+    weights = np.random.default_rng(seed).multinomial(n, np.full(n, 1 / n), size=DRAWS)
+    return moments(products, weights[(weights > 0).sum(1) >= 2])
+
+
+def _interval(value: Values, draws: Values, n: int) -> Interval:
+    """Percentile interval, unless more than 2.5 % of the draws are undefined: then so is the value."""
+    drawn = np.asarray(draws)
+    if np.isnan(value) or np.isnan(drawn).mean() > 0.025:
+        return Interval(None, None, None, n)
+    low, high = np.nanpercentile(drawn, [2.5, 97.5])
+    return Interval(float(value), float(low), float(high), n)
+
+
+def signal_loss(products: Products, scale: float, seed: int = 0) -> Interval:
+    """Share of exact's signal that the estimator loses on a batch ``scale`` times larger, resampling batches.
+
+    In simulations (32 batches, ``|mu|^2 / V`` = 1/20, d_eff 41 to 2000, 300 repetitions) the percentile interval
+    covered in 95 to 100 %, that of the delete-one jackknife in 92 to 100 %, up to a quarter narrower; at 1/200 the
+    signal was told from zero in 89 % of the repetitions with d_eff 2000 and in 10 % with d_eff 300.
+
+    Returns:
+        `Moments.loss`; undefined where exact's signal cannot be told from zero (the interval of ``|mu|^2`` includes 0).
+
+    Raises:
+        ValueError: a scale that is not positive.
+    """
+    return _interval(moments(products).loss(scale), _draws(products, seed).loss(scale), products.n)
+
+
+def bias_interval(products: Products, seed: int = 0) -> Interval:
+    """Relative squared bias ``|mu_e - mu|^2 / |mu|^2``, resampling batches.
+
+    The interval is too wide for an estimator without bias: in the simulations of `signal_loss` all of them covered,
+    and 96 to 100 % with a bias of 20 %.
+
+    Returns:
+        `Moments.bias_squared`, may be negative; undefined where exact's signal cannot be told from zero.
+    """
+    return _interval(moments(products).bias_squared, _draws(products, seed).bias_squared, products.n)
+
+
+def batches_to_tell(interval: Interval, target: float, n: int) -> int | None:
+    """Batches at which an interval from ``n`` of them, shrunk as ``1 / sqrt(n)``, would exclude ``target``.
+
+    Only the side of the interval that faces the target counts.
+
+    Returns:
+        At least 1; at most ``n`` where the target is excluded already. None where the value is the target or undefined.
+    """
+    if interval.value is None or interval.low is None or interval.high is None or interval.value == target:
+        return None
+    side = interval.high - interval.value if target > interval.value else interval.value - interval.low
+    ratio = side / abs(target - interval.value)
+    return max(1, math.ceil(n * ratio * ratio)) if math.isfinite(ratio * ratio) else None
+
+
+def effective_dimension(exact: np.ndarray) -> float | None:
+    """Participation ratio of the noise, ``V^2 / tr(covariance^2)``: in about how many directions batches differ.
+
+    It says whether inner products may be taken after a random projection. Noise of two batches has an inner product of
+    about ``V / sqrt(d_eff)``; a projection to k dimensions adds about ``V / sqrt(k)``. So it matters by about
+    ``sqrt(d_eff / k)``.
+
+    The square of the centred products is averaged over pairs of different batches after U-centring (Székely and Rizzo,
+    2014), which makes it unbiased. With plain double centring the ``V / n`` it subtracts would dominate once
+    ``d_eff > n^2``.
+
+    Args:
+        exact: ``[n, n]``, inner products of n batches.
+
+    Returns:
+        None with fewer than 4 batches, or gradients that do not vary.
+
+    Raises:
+        ValueError: a table that is not square, finite, symmetric and of at least 3 batches.
+    """
+    exact = _table("exact", exact)
+    n = len(exact)
+    if n < 4:
+        return None
+    noise = (np.trace(exact) - exact.sum() / n) / (n - 1)
+    others = 1 - np.eye(n)
+    rows = (exact * others).sum(1)
+    centred = (exact - (rows[:, None] + rows) / (n - 2) + rows.sum() / ((n - 1) * (n - 2))) * others
+    squares = (centred**2).sum() / (n * (n - 3))
+    return float(noise**2 / squares) if noise > 0 and squares > 0 else None
+
+
+def verdict(loss: Interval, target: float) -> Literal["kept", "lost", "cannot be told apart"]:
+    """Whether the loss is below ``target`` (the signal is kept), above it (lost), or its interval cannot tell."""
+    if loss.low is None or loss.high is None:
+        return "cannot be told apart"
+    if loss.high < target:
+        return "kept"
+    return "lost" if loss.low > target else "cannot be told apart"

@@ -1,0 +1,163 @@
+"""Tables of the learning signal, from stored records alone."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from analysis.bank import CENTRINGS, PER_PROMPT
+from analysis.learning_signal import (
+    Products,
+    batches_to_tell,
+    bias_interval,
+    effective_dimension,
+    paired_difference,
+    signal_loss,
+    signal_samples,
+    verdict,
+)
+from analysis.statistics import bootstrap, leak_test
+from analysis.tables import about, interval_columns
+from jagg_core.records import Cell, Record
+
+UPDATE_SAMPLES = (8, 16, 32, 64, 128, 256, 512, 1024, 4096)
+"""Samples per update of the table by batch."""
+
+
+def products_of(record: Record, centring: str = PER_PROMPT) -> Iterator[tuple[Cell, Products]]:
+    """Every estimator's inner products over batches, under one centring of advantages."""
+    cells = {c.name: c for c in record.cells if c.status == "ok" and c.settings.get("centring") == centring}
+    exact: dict[float, np.ndarray] = {}
+    for cell in cells.values():
+        if cell.settings["estimator"] == "exact":
+            exact[cell.settings["eta"]] = _square(cell.samples["own"])
+    for cell in cells.values():
+        if cell.settings["eta"] in exact:
+            own = _square(cell.samples["own"])
+            cross = _square(cell.samples.get("cross", cell.samples["own"]))
+            n = len(own)  # what is there for comparison only has fewer batches
+            yield cell, Products(exact[cell.settings["eta"]][:n, :n], cross, own)
+
+
+def signal(record: Record) -> pd.DataFrame:
+    """How much of exact's learning signal every estimator keeps in the user's update, and at what price.
+
+    ``signal``: cosine to the mean of other batches' exact gradients; ``difference``: of it to exact's, paired.
+    ``loss``: share of the signal lost at ``update_samples``; ``bias2``: relative squared bias. Costs are shares of
+    exact's, of the update and of a training step with its rollout: by passes (a backward is two forwards, upstream
+    gradients in closed form), and as measured.
+    """
+    rows = []
+    for cell, found in products_of(record):
+        samples = cell_batch(record, cell)
+        loss = signal_loss(found, record.settings["update_samples"] / samples)
+        target = record.settings["max_signal_loss"]
+        row = about(cell)
+        row |= interval_columns("signal", bootstrap(signal_samples(found)))
+        row |= interval_columns("difference", paired_difference(found))
+        row |= interval_columns("loss", loss) | interval_columns("bias2", bias_interval(found))
+        told = batches_to_tell(loss, target, found.n)
+        row |= {"verdict": verdict(loss, target), "samples": found.n * samples}
+        row |= {"samples_to_tell": None if told is None else told * samples, "undefined": int(_undefined(found))}
+        row |= _costs(record, cell)
+        kept = None if loss.value is None else 1 - loss.value
+        for name in ("update", "step", "measured_update", "measured_step"):
+            share = row[f"{name}_cost"]
+            row[f"kept_per_{name}_cost"] = None if kept is None or share is None else kept / share
+        rows.append(row)
+    frame = pd.DataFrame(rows)
+    return frame.sort_values(["eta", "passes", "family"], ascending=False, ignore_index=True) if rows else frame
+
+
+def by_batch(record: Record) -> pd.DataFrame:
+    """The loss of signal in updates of other sizes: rollout noise hides a bias at small ones, not at large ones."""
+    rows = []
+    for cell, found in products_of(record):
+        shown = cell.settings.get("jagg_frac") in (record.settings["jagg_frac"], 1.0)
+        if shown or cell.settings["family"] in ("causal", "causal-predicted"):
+            for size in UPDATE_SAMPLES:
+                loss = signal_loss(found, size / cell_batch(record, cell))
+                rows.append(about(cell) | {"update_samples": size} | interval_columns("loss", loss))
+    return pd.DataFrame(rows)
+
+
+def centring(record: Record) -> pd.DataFrame:
+    """Bias under other centrings of the advantages, and the leak: the mean gradient when all advantages are 1."""
+    rows = []
+    for name in CENTRINGS:
+        for cell, found in products_of(record, name):
+            row = about(cell) | {"centring": name}
+            if name == "ones":
+                test = leak_test(found.own)
+                row |= {"leak": test.ratio, "p_value": test.p_value, "n": test.n}
+            elif cell.settings["estimator"] != "exact":
+                row |= interval_columns("difference", paired_difference(found))
+                row |= interval_columns("bias2", bias_interval(found))
+            else:
+                row |= interval_columns("signal", bootstrap(signal_samples(found)))
+            rows.append(row)
+    watched = {row["estimator"] for row in rows if row["centring"] == "ones"}
+    return pd.DataFrame([row for row in rows if row["estimator"] in watched])
+
+
+def noise(record: Record) -> pd.DataFrame:
+    """The exact gradient's own signal and noise: what every statement about loss of signal rests on."""
+    rows = []
+    for cell, found in products_of(record):
+        if cell.settings["estimator"] == "exact":
+            row: dict[str, Any] = {"eta": cell.settings["eta"], "batches": found.n}
+            row |= {"samples_per_batch": cell_batch(record, cell)}
+            row |= interval_columns("signal", bootstrap(signal_samples(found)))
+            row["effective_dimension"] = effective_dimension(found.exact)
+            rows.append(row)
+    return pd.DataFrame(rows)
+
+
+def all_tables(record: Record) -> dict[str, pd.DataFrame]:
+    """Every table by the name of its file."""
+    return {
+        "signal": signal(record),
+        "by_batch": by_batch(record),
+        "centring": centring(record),
+        "noise": noise(record),
+    }
+
+
+def cell_batch(record: Record, cell: Cell) -> int:
+    """Samples of one rollout batch of the learning signal."""
+    return int(record.cell(f"eta={cell.settings['eta']:g}/signal").values["samples_per_batch"])
+
+
+def _costs(record: Record, cell: Cell) -> dict[str, float | None]:
+    steps, passes = len(record.schedule), cell.settings["passes"]
+    forwards = steps + 1
+    costs: dict[str, float | None] = {
+        "update_cost": passes / steps,
+        "step_cost": (forwards + 3 * passes) / (forwards + 3 * steps),
+        "measured_update_cost": None,
+        "measured_step_cost": None,
+    }
+    times = next(
+        (c for c in record.cells if c.name == f"eta={cell.settings['eta']:g}/times" and c.status == "ok"), None
+    )
+    if times is not None:
+        seconds = {name.removesuffix("_s"): float(pd.Series(s).median()) for name, s in times.samples.items()}
+        timed = {int(name.split("-")[1]): s for name, s in seconds.items() if name.startswith("causal-")}
+        slope, base = np.polyfit([*timed, steps], [*timed.values(), seconds["exact"]], 1)
+        update, rest = base + slope * passes, seconds["rollout"] + seconds["reward"]
+        costs["measured_update_cost"] = float(update / seconds["exact"])
+        costs["measured_step_cost"] = float((rest + update) / (rest + seconds["exact"]))
+    return costs
+
+
+def _undefined(found: Products) -> int:
+    return sum(sample is None for sample in signal_samples(found))
+
+
+def _square(flat: list[float | None]) -> np.ndarray:
+    side = math.isqrt(len(flat))
+    return np.array(flat, dtype=np.float64).reshape(side, side)

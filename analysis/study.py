@@ -1,0 +1,84 @@
+"""Settings that every study of a backbone has."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+from analysis.collect import SpaceName
+from analysis.spaces import DIMENSION
+from analysis.workload import Recipe
+from jagg_core.backbones import check_backbone_name
+from jagg_core.checks import require_at_least
+from jagg_core.plan import groups_of, routed_groups
+
+
+@dataclass(frozen=True)
+class Study:
+    """What is compared with exact, on which rollouts.
+
+    Numbers of batches are given eta by eta, the last one for all further etas. ``workers`` passes are differentiated at
+    a time, each with its share of the cores (0: up to 4 on the CPU, 1 on a GPU). ``space``: see
+    `analysis.collect.collect_table`.
+
+    Raises:
+        ValueError: a setting out of range; raised before any model is loaded.
+    """
+
+    backbone: str = "photos-flux"
+    etas: tuple[float, ...] = (0.7,)
+    windows: tuple[int, ...] = (4, 5)
+    jagg_frac: float = 0.6
+    threshold: float = 0.9
+    reward: str = "classifier"
+    calibration_batches: tuple[int, ...] = (4,)
+    evaluation_batches: tuple[int, ...] = (4,)
+    predicted_passes: tuple[int, ...] = (8, 5)
+    device: str = "cpu"
+    dtype: str = "float32"
+    workers: int = 0
+    space: SpaceName = "auto"
+    dimension: int = DIMENSION
+    recipe: Recipe = field(default_factory=Recipe)
+
+    def __post_init__(self) -> None:
+        check_backbone_name(self.backbone)
+        for name, low in (("calibration_batches", 1), ("evaluation_batches", 2)):
+            counts = getattr(self, name)
+            if not counts or min(counts) < low:
+                raise ValueError(f"{name} must be numbers of at least {low}, found {list(counts)}")
+        require_at_least(self, workers=0, dimension=1)
+        if not self.etas or any(not 0 < eta < math.inf for eta in self.etas) or len(set(self.etas)) != len(self.etas):
+            raise ValueError(f"etas must be positive and different, at least one, found {list(self.etas)}")
+        if not self.windows or len(set(self.windows)) != len(self.windows):
+            raise ValueError(f"windows must be different, at least one, found {list(self.windows)}")
+        future = self.reach[1]
+        longest = self.steps if future is None else min(self.steps, future + 1)
+        for window in self.windows:
+            if not 2 <= window <= longest:
+                raise ValueError(f"windows must lie between 2 and {longest}, found {window}")
+            groups_of(self.steps, window)
+        if not 0 < self.threshold < 1:
+            raise ValueError(f"threshold must be between 0 and 1, found {self.threshold}")
+        routed_groups(1, self.jagg_frac)
+        if any(passes < 1 for passes in self.predicted_passes):
+            raise ValueError(f"predicted_passes must be at least 1, found {list(self.predicted_passes)}")
+        if self.space not in ("auto", "exact", "projected"):
+            raise ValueError(f"space must be auto, exact or projected, found {self.space!r}")
+        if self.dtype not in ("float64", "float32", "bfloat16", "float16"):
+            raise ValueError(f"dtype must be float64, float32, bfloat16 or float16, found {self.dtype!r}")
+
+    @property
+    def reach(self) -> tuple[int | None, int | None]:
+        """Pairs that tables hold: a knot at most so many steps before, or after, the step it serves. None: all."""
+        return None, None
+
+    @property
+    def steps(self) -> int:
+        """Trained steps T."""
+        return self.recipe.steps - 1
+
+    def batches(self, purpose: str, eta: float) -> int:
+        """How many batches of ``purpose`` (calibration, evaluation) are made at this ``eta``."""
+        counts: tuple[int, ...] = getattr(self, f"{purpose}_batches")
+        return counts[min(self.etas.index(eta), len(counts) - 1)]

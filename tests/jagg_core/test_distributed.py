@@ -1,0 +1,114 @@
+"""Where elements lie, for plain tensors and for pieces that other files make; several ranks are in test_fsdp.py."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, Shard
+
+from jagg_core.distributed import Piece, Sharding, on_any_rank
+
+
+class Part:
+    """A sharded tensor as seen by one rank of a mesh: what `Sharding` reads of a DTensor."""
+
+    def __init__(self, shape: tuple[int, ...], mesh: tuple[int, ...], at: tuple[int, ...], *placements: Placement):
+        self.whole = torch.arange(torch.Size(shape).numel()).reshape(shape)
+        self.shape, self.ndim, self.placements = self.whole.shape, self.whole.ndim, placements
+        self.device_mesh: Any = MESHES.setdefault((mesh, at), _mesh(mesh, at))
+
+    def numel(self) -> int:
+        return self.whole.numel()
+
+    def to_local(self) -> Tensor:
+        part = self.whole
+        for dim, placement in enumerate(self.placements):
+            if isinstance(placement, Shard):
+                parts = part.chunk(self.device_mesh.size(dim), placement.dim)
+                here = self.device_mesh.get_local_rank(dim)
+                part = parts[here] if here < len(parts) else part[:0]
+        return part
+
+
+def _mesh(sizes: tuple[int, ...], at: tuple[int, ...]) -> SimpleNamespace:
+    def size(dim: int | None = None) -> int:
+        return torch.Size(sizes).numel() if dim is None else sizes[dim]
+
+    return SimpleNamespace(ndim=len(sizes), size=size, get_local_rank=lambda dim: at[dim])
+
+
+MESHES: dict[Any, Any] = {}
+
+
+def test_plain_tensors_are_whole_on_one_rank() -> None:
+    sharding = Sharding([torch.ones(2, 3), torch.ones(()), torch.ones(0, 4), torch.ones(5)])
+    assert sharding.mesh is None
+    assert sharding.ranks == 1
+    assert sharding.sizes == [6, 1, 0, 5]
+    assert sharding.pieces == [Piece(0, size, True) for size in (6, 1, 0, 5)]
+
+
+def test_one_rank_has_nobody_to_ask() -> None:
+    sharding = Sharding([torch.ones(2)])
+    tensor = torch.tensor([1.0, -2.0])
+    assert sharding.sum(tensor) is tensor
+    assert tensor.tolist() == [1, -2]
+    for here in (True, False):
+        assert sharding.any(here, torch.device("cpu")) is here
+        assert on_any_rank(here, torch.device("cpu")) is here
+
+
+def test_no_parameters_are_plain() -> None:
+    sharding = Sharding([])
+    assert (sharding.mesh, sharding.ranks, sharding.sizes, sharding.pieces) == (None, 1, [], [])
+
+
+@pytest.mark.parametrize("shape", [(5,), (7, 3), (1,), (2, 2), (6, 1, 2), (0, 3)], ids=str)
+@pytest.mark.parametrize("count", [1, 2, 3, 4])
+def test_pieces_are_where_torch_cuts(shape: tuple[int, ...], count: int) -> None:
+    flat = torch.arange(torch.Size(shape).numel())
+    found = []
+    for rank in range(count):
+        part: Any = Part(shape, (count,), (rank,), Shard(0))
+        sharding = Sharding([part])
+        piece = sharding.pieces[0]
+        assert sharding.ranks == count
+        assert sharding.sizes == [flat.numel()]
+        assert piece.counted
+        assert torch.equal(flat[piece.start : piece.start + piece.size], part.to_local().flatten())
+        found.append(piece)
+    assert sum(piece.size for piece in found) == flat.numel()
+
+
+def test_one_replica_counts() -> None:
+    found = {}
+    for copy in range(2):
+        for rank in range(3):
+            part: Any = Part((5, 2), (2, 3), (copy, rank), Replicate(), Shard(0))
+            sharding = Sharding([part])
+            assert sharding.ranks == 6
+            found[copy, rank] = sharding.pieces[0]
+    assert [found[0, rank] for rank in range(3)] == [Piece(0, 4, True), Piece(4, 4, True), Piece(8, 2, True)]
+    assert [found[1, rank] for rank in range(3)] == [Piece(0, 4, False), Piece(4, 4, False), Piece(8, 2, False)]
+
+
+@pytest.mark.parametrize(
+    "placements", [(Replicate(), Shard(1)), (Shard(0), Shard(0)), (Replicate(), Partial())], ids=str
+)
+def test_other_layouts_are_refused(placements: tuple[Placement, ...]) -> None:
+    part: Any = Part((4, 4), (2, 2), (0, 0), *placements)
+    with pytest.raises(ValueError, match="sharded once, along dimension 0, or replicated; found"):
+        Sharding([part])
+
+
+def test_parameters_of_two_kinds_are_refused() -> None:
+    part: Any = Part((4,), (2,), (0,), Shard(0))
+    other: Any = Part((4,), (4,), (0,), Shard(0))
+    for parameters in ([part, torch.ones(2)], [torch.ones(2), part], [part, other]):
+        with pytest.raises(ValueError, match="over one device mesh, or all be plain tensors"):
+            Sharding(parameters)
+    assert Sharding([part, part]).ranks == 2

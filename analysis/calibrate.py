@@ -16,7 +16,7 @@ from torch.utils.benchmark.utils.timer import timer
 from tqdm import tqdm
 
 from analysis.bank import CENTRINGS, PER_PROMPT, SIDE_PASSES, bank_rows, contenders, core, products, suspects
-from analysis.estimators import Estimator
+from analysis.estimators import Estimator, with_knots
 from analysis.job import Job
 from analysis.knots import Knots
 from analysis.rivals import per_sample, rivals
@@ -118,8 +118,14 @@ def collect(settings: Calibrate, out: Path) -> Record:
     for eta in settings.etas:
         knots = job.search_knots(eta)
         if knots is not None:
-            job.evaluate(eta, knots)
+            job.evaluate(eta, knots, few_passes(job, settings, knots))
     return job.record
+
+
+def few_passes(job: Job, settings: Calibrate, knots: Knots) -> list[Estimator]:
+    """The causal plans whose signal is measured, to be judged by their cosine as well."""
+    counts = [k for k in settings.signal_passes if k in knots["causal"]]
+    return [with_knots(job.sigmas, "causal", knots["causal"][k]) for k in counts]
 
 
 def run(settings: Calibrate, out: Path) -> Record:
@@ -134,7 +140,7 @@ def run(settings: Calibrate, out: Path) -> Record:
     for eta in settings.etas:
         knots = job.search_knots(eta)
         if knots is not None:
-            job.evaluate(eta, knots)
+            job.evaluate(eta, knots, few_passes(job, settings, knots))
             measure_signal(job, settings, eta, knots)
             time_updates(job, settings, eta, knots)
     return job.record

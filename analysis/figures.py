@@ -200,19 +200,20 @@ def knot_placement(table: pd.DataFrame, schedule: list[float]) -> Figure:
 def block_heat_map(table: pd.DataFrame) -> Figure:
     """Cosine of the whole update in each block of parameters, a row per estimator that is not exact."""
     table = table[(table["eta"] == table["eta"].max()) & table["family"].isin(["jagg", "spline", "causal"])]
-    wide = table.sort_values(["passes", "family"], ascending=[False, True]).pivot_table(
-        index="label", columns="block", values="cosine", sort=False
-    )
+    # another fraction that routes as many groups is the same plan under the same label
+    table = table.sort_values(["passes", "family"], ascending=[False, True]).drop_duplicates(["label", "block"])
+    wide = table.pivot(index="label", columns="block", values="cosine").astype(float).loc[table["label"].unique()]
     wide = wide[ordered_blocks(list(wide.columns))]
     with _style():
         figure = Figure(figsize=(2.8 + 1.1 * len(wide.columns), 0.3 * len(wide) + 1.2), layout="constrained")
         axes = figure.subplots()
         # shades of the loss on a logarithmic scale: cosines close to 1 are what differs
-        shades = np.log10(np.maximum(1 - wide.to_numpy(dtype=float), 1e-5))
+        shades = np.log10(np.maximum(1 - wide.to_numpy(), 1e-5))
         axes.imshow(shades, cmap="Greys", vmin=-4, vmax=0, aspect="auto")
         for y, x in np.ndindex(wide.shape):
             colour = "white" if shades[y, x] > -1.6 else "black"
-            axes.text(x, y, f"{wide.iloc[y, x]:.4f}", ha="center", va="center", fontsize=8, color=colour)
+            text = "" if np.isnan(shades[y, x]) else f"{wide.iloc[y, x]:.4f}"
+            axes.text(x, y, text, ha="center", va="center", fontsize=8, color=colour)
         axes.set_xticks(range(len(wide.columns)), list(wide.columns))
         axes.set_yticks(range(len(wide)), list(wide.index))
         axes.grid(visible=False)
@@ -238,7 +239,7 @@ def signal_per_cost(table: pd.DataFrame, samples: int) -> Figure:
                 axes.errorbar(
                     part[cost],
                     kept,
-                    yerr=np.array(spread, dtype=float),
+                    yerr=np.maximum(np.array(spread, dtype=float), 0),  # a value may lie outside its interval
                     color=colour,
                     marker=marker,
                     linestyle="",

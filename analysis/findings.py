@@ -42,9 +42,15 @@ def findings(record: Record, frames: dict[str, pd.DataFrame]) -> list[str]:
                 if len(both)
                 else f"eta {eta:g}: no common numbers of passes to compare."
             )
+    said += _fractions(frames["routing"])
+    for cell in record.cells:
+        if cell.name.endswith("/shipped") and cell.status == "ok":
+            for text in (one["text"] for one in cell.values["recommended"].values()):
+                said.append(f"Shipped calibration of {record.backbone}, {text}")
     signal = frames.get("signal", pd.DataFrame())
     for _, part in signal.groupby("eta", sort=False) if len(signal) else ():
         said.append(recommend_signal(record, part)[0])
+    said += _leaks(frames.get("centring", pd.DataFrame()))
     for _, row in frames["leak"].iterrows() if len(frames["leak"]) else ():
         if row["family"] == "causal" or row["estimator"] == f"jagg-w{record.settings['windows'][0]}-f1":
             verdict = "is not zero" if row["p_value"] < 0.05 else "cannot be told from zero"
@@ -64,4 +70,27 @@ def findings(record: Record, frames: dict[str, pd.DataFrame]) -> list[str]:
             overhead = by_arm["exact"]["fastest_s"] / by_arm["exact-bare"]["fastest_s"] - 1
             text += f" Engine over its bare model calls, fastest rounds: {overhead * 100:+.1f} %."
         said.append(text)
+    return said
+
+
+def _fractions(routing: pd.DataFrame) -> list[str]:
+    """``jagg_frac`` at the threshold that was asked for, a sentence per eta."""
+    said = []
+    for eta, part in routing[routing["asked_for"]].groupby("eta", sort=False) if len(routing) else ():
+        each = [f"{interval_text(row, 'jagg_frac', 2)} (W = {row['window']})" for _, row in part.iterrows()]
+        said.append(
+            f"eta {eta:g}: jagg_frac that keeps every approximated group of the paper's rule at a cosine of "
+            f"{part['threshold'].iloc[0]:g}: {', '.join(each)}."
+        )
+    return said
+
+
+def _leaks(centring: pd.DataFrame) -> list[str]:
+    """Plans whose mean gradient does not vanish when all advantages are 1."""
+    said = []
+    for eta, part in centring[centring["centring"] == "ones"].groupby("eta", sort=False) if len(centring) else ():
+        each = [f"'{row['label']}' {row['leak']:.2f} (p = {row['p_value']:.4f})" for _, row in part.iterrows()]
+        said.append(
+            f"eta {eta:g}: squared mean gradient over its noise with all advantages 1 (no leak: 1): {'; '.join(each)}."
+        )
     return said

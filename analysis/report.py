@@ -32,6 +32,7 @@ def make_figures(record: Record, frames: dict[str, pd.DataFrame]) -> dict[str, F
         made["blocks"] = figures.block_heat_map(frames["blocks"])
     if len(frames.get("signal", ())):
         made["signal_cost"] = figures.signal_per_cost(frames["signal"], record.settings["update_samples"])
+    if len(frames.get("by_batch", ())):
         made["signal_batch"] = figures.loss_by_batch(frames["by_batch"], record.settings["max_signal_loss"])
     if len(frames["leak"]):
         made["leak"] = figures.leak_bars(frames["leak"])

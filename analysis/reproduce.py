@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from analysis import shipped
+from analysis.estimators import Estimator
 from analysis.job import Job
 from analysis.study import Study
 from jagg_core.backbones import check_backbone_name
@@ -85,17 +86,25 @@ def run(settings: Reproduce, out: Path) -> Record:
     for eta in settings.etas:
         knots = job.search_knots(eta)
         if knots is not None:
-            stored = []
-            if shipped.path(settings.backbone, eta).exists():
-                with recorded(job.record.cells, f"eta={eta:g}/shipped", eta=eta) as cell:
-                    calibrated = shipped.read(settings.backbone, eta, job.sigmas)
-                    stored = shipped.estimators(calibrated, job.sigmas)
-                    cell.values = {k: calibrated[k] for k in ("recommended", "seeds") if k in calibrated}
-            job.evaluate(eta, knots, stored)
+            job.evaluate(eta, knots, _shipped_plans(job, eta))
             if eta == settings.etas[0]:
                 job.test_leak(eta, knots, settings.leak_batches)
     job.contact_sheet()
     return job.record
+
+
+def _shipped_plans(job: Job, eta: float) -> list[Estimator]:
+    """Plans of the calibration that comes with the project; what it recommends goes into the record."""
+    found: list[Estimator] = []
+    cells: list[Cell] = []
+    with recorded(cells, f"eta={eta:g}/shipped", eta=eta) as cell:
+        calibrated = shipped.read(job.backbone.name, eta, job.sigmas)
+        if calibrated is None:
+            return []
+        found = shipped.estimators(calibrated, job.sigmas)
+        cell.values = {key: calibrated.get(key, {}) for key in ("recommended", "seeds")}
+    job.record.cells += cells
+    return found
 
 
 def time_groups(settings: Reproduce, out: Path) -> None:

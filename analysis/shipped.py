@@ -17,26 +17,25 @@ PASSES = (10, 8, 6, 5)
 
 
 def path(backbone: str, eta: float) -> Path:
-    """Where the calibration of a backbone would be."""
+    """Where the calibration of a backbone would be; there may be none."""
     return FOLDER / f"{backbone}-calibration" / f"calibration-eta{eta:g}.json"
 
 
-def read(backbone: str, eta: float, sigmas: Tensor) -> dict[str, Any]:
-    """The shipped calibration.
+def read(backbone: str, eta: float, sigmas: Tensor) -> dict[str, Any] | None:
+    """The shipped calibration; None if there is none for this schedule.
 
     Raises:
-        RecordError: damaged, or of another schedule.
+        RecordError: it is damaged.
     """
+    if not path(backbone, eta).exists():
+        return None
     data = read_json(path(backbone, eta))
     try:
         schedule = torch.tensor(data["schedule"], dtype=torch.float64)
     except (KeyError, TypeError, ValueError) as error:
         raise RecordError(f"{path(backbone, eta).name}: damaged calibration file: {error}") from error
     if schedule.shape != sigmas.shape or (schedule - sigmas).abs().max() > 1e-6:
-        raise RecordError(
-            f"{path(backbone, eta).name}: made for {len(schedule)} trained steps of another schedule than the "
-            f"{len(sigmas)} of this run"
-        )
+        return None
     return dict(data)
 
 

@@ -147,10 +147,11 @@ def _costs(record: Record, cell: Cell) -> dict[str, float | None]:
     if times is not None:
         seconds = {name.removesuffix("_s"): float(pd.Series(s).median()) for name, s in times.samples.items()}
         timed = {int(name.split("-")[1]): s for name, s in seconds.items() if name.startswith("causal-")}
-        slope, base = np.polyfit([*timed, steps], [*timed.values(), seconds["exact"]], 1)
-        update, rest = base + slope * passes, seconds["rollout"] + seconds["reward"]
-        costs["measured_update_cost"] = float(update / seconds["exact"])
-        costs["measured_step_cost"] = float((rest + update) / (rest + seconds["exact"]))
+        if timed:  # a line needs two points
+            slope, base = np.polyfit([*timed, steps], [*timed.values(), seconds["exact"]], 1)
+            update, rest = base + slope * passes, seconds["rollout"] + seconds["reward"]
+            costs["measured_update_cost"] = float(update / seconds["exact"])
+            costs["measured_step_cost"] = float((rest + update) / (rest + seconds["exact"]))
     return costs
 
 

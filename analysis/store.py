@@ -36,7 +36,8 @@ class Store:
         if path is None:
             return make()
         try:
-            with np.load(path, allow_pickle=False) as file:
+            # from memory: numpy leaves a damaged archive open
+            with np.load(io.BytesIO(path.read_bytes()), allow_pickle=False) as file:
                 return {name: file[name] for name in file.files}
         except (OSError, ValueError, EOFError, zipfile.BadZipFile):
             pass

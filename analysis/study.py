@@ -18,8 +18,8 @@ class Study:
     """What is compared with exact, on which rollouts.
 
     Numbers of batches are given eta by eta, the last one for all further etas. ``workers`` passes are differentiated at
-    a time, each with its share of the cores (0: up to 4 on the CPU, 1 on a GPU). ``space``: see
-    `analysis.collect.collect_table`.
+    a time, each with its share of the cores (0: up to 4 on the CPU, 1 on a GPU); numbers depend on it in rounding only.
+    ``space``: see `analysis.collect.collect_table`.
 
     Raises:
         ValueError: a setting out of range; raised before any model is loaded.

@@ -74,6 +74,8 @@ def test_all_commands_are_known() -> None:
         ("jagg_core", ("backbones", "train")),
         ("jagg_core", ("rewards", "train")),
         ("analysis", ("reproduce",)),
+        ("analysis", ("calibrate",)),
+        ("analysis", ("collect",)),
         ("analysis", ("report",)),
         ("bench", ("group",)),
     } <= set(EVERY_COMMAND)

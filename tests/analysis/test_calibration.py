@@ -89,6 +89,55 @@ def test_file_holds_groups_fraction_and_held_out_cosines(record: Record) -> None
     json.dumps(data, allow_nan=False)
 
 
+def test_a_plan_with_predicted_knots_comes_back(path: Path) -> None:
+    plan = Plan.from_calibration(path, passes=4, predict=True, trajectory=trajectory_of())
+    expected = causal_plan(SIGMAS, [0, 3, 5, 7], predict=True)
+    assert plan.knots == expected.knots
+    assert plan.knot_sigmas is not None
+    assert expected.knot_sigmas is not None
+    assert torch.equal(plan.knot_sigmas, expected.knot_sigmas)
+
+
+def test_how_the_fraction_depends_on_the_threshold(record: Record) -> None:
+    """Cosines of the three groups are 0.90, 0.91 and 0.92."""
+    spoilt = record.cell("eta=0.7/jagg-w3-f1").samples
+    spoilt["w3.group2.cosine"] = [0.86] * 3
+    window = calibration(record, 0.7)["windows"]["3"]
+    assert window["jagg_frac"] == pytest.approx(2 / 3)
+    assert window["jagg_frac_ci"] == pytest.approx([2 / 3, 2 / 3])
+    found = {row["threshold"]: row["jagg_frac"] for row in window["sensitivity"]}
+    assert found == {0.8: 1, 0.85: 1, 0.9: pytest.approx(2 / 3), 0.95: 0, 0.97: 0, 0.99: 0}
+    record.settings["threshold"] = 0.905
+    other = calibration(record, 0.7)["windows"]["3"]
+    assert other["jagg_frac"] == 0
+    assert [row["threshold"] for row in other["sensitivity"]] == [0.8, 0.85, 0.9, 0.905, 0.95, 0.97, 0.99]
+    # nothing is said of a signal that was not measured
+    assert "jagg_frac_by_signal" not in window
+
+
+def test_what_is_recommended_is_the_plan_that_the_text_names(record: Record) -> None:
+    record.settings["min_cosine"] = 0.94
+    found = calibration(record, 0.7)["recommended"]
+    assert set(found) == {"cosine >= 0.94", "cosine >= 0.99"}
+    assert {k: v for k, v in found["cosine >= 0.94"].items() if k != "text"} == {
+        "family": "causal",
+        "passes": 2,
+        "predict": False,
+        "knots": [0, 5],
+    }
+    record.cells.append(judged("causal-predicted-3", "causal-predicted", 3, [0.995, 0.996, 0.997], knots=[0, 3, 6]))
+    moved = calibration(record, 0.7)["recommended"]["cosine >= 0.99"]
+    assert "run the causal plan with 3 of 9 passes, predicted knots [0, 3, 6]" in moved["text"]
+    assert [moved[key] for key in ("family", "passes", "predict", "knots")] == ["causal", 3, True, [0, 3, 6]]
+
+
+def test_nothing_that_is_good_enough_is_said_in_words_alone(record: Record) -> None:
+    record.settings["min_cosine"] = 0.9999
+    found = calibration(record, 0.7)["recommended"]["cosine >= 0.9999"]
+    assert list(found) == ["text"]
+    assert "no causal plan that was judged" in found["text"]
+
+
 def test_refused_where_it_does_not_belong(path: Path) -> None:
     for trajectory, word in (
         (trajectory_of(steps=12), "sigmas"),

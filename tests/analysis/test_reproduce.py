@@ -474,7 +474,9 @@ def test_a_reference_that_differs_from_itself_is_refused(
     run_stub: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(job, "load_backbone", lambda *_: Forgetful())
-    with pytest.raises(NotReproducible, match=r"of stub differs from itself by .* \(limit 1e-05\): is dropout active\?"):
+    with pytest.raises(
+        NotReproducible, match=r"of stub differs from itself by .* \(limit 1e-05\): is dropout active\?"
+    ):
         run_stub()
     stored = Record.read(tmp_path / "run" / "record.json")
     assert [c.name for c in stored.cells] == ["eta=0.7/floor"]
@@ -523,7 +525,7 @@ def test_a_shipped_plan_with_the_same_knots_has_the_same_numbers(run_stub: Run, 
 def test_a_shipped_calibration_of_another_schedule(run_stub: Run, ship: Callable[..., None]) -> None:
     ship(dance_schedule(9)[:-2].tolist(), k5=[0, 1, 2, 3, 4])
     record = run_stub()
-    message = "made for 8 trained steps of another schedule than the 5 of this run"
-    assert not_ok(record) == {"eta=0.7/shipped": f"RecordError: calibration-eta0.7.json: {message}"}
+    assert not_ok(record) == {}
+    assert not [c.name for c in record.cells if "shipped" in c.name]
     assert record.cell("eta=0.7/causal-4").status == "ok"
     assert not [c.name for c in record.cells if c.settings.get("family") == "causal-shipped"]

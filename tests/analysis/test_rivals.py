@@ -72,7 +72,7 @@ def test_subsampling_is_weighted_up(count: int) -> None:
 def test_windows_are_consecutive_steps(name: str, size: int, last: int) -> None:
     """MixGRPO's may lie anywhere, Flow-GRPO-Fast's in the noisier half alone; every place is drawn."""
     starts = set()
-    for seed in range(400):
+    for seed in range(200):
         plan = plan_of(name, seed)
         steps = kept(plan)
         assert steps == tuple(range(steps[0], steps[0] + size))
@@ -165,8 +165,7 @@ def test_gradients_of_each_sample_alone_add_up(count: int, field: MlpField, traj
     for sample, (part, advantage) in enumerate(zip(trajectory.split(1), ADVANTAGES.split(1), strict=True)):
         own = torch.diagonal(plan.weights[sample]).nonzero().flatten().tolist()
         alone, _ = gradient(field, part, advantage, kept_steps_plan(trajectory.sigmas, own, "own"), ClippedSurrogate())
-        # the loss is a mean over samples
-        expected += 10 / count * alone / PARTS_TBD
+        expected += 10 / count * alone
     assert relative_error(found, expected) < 1e-10
     exact, _ = gradient(field, trajectory, ADVANTAGES, exact_plan(trajectory.sigmas), ClippedSurrogate())
     assert relative_error(found, exact) > 0.05
@@ -174,6 +173,6 @@ def test_gradients_of_each_sample_alone_add_up(count: int, field: MlpField, traj
 
 def test_over_all_draws_it_is_the_exact_gradient(field: MlpField, trajectory: Trajectory) -> None:
     """Each step is drawn for each sample in ``count / T`` of the cases."""
-    plans = [per_sample_plan(trajectory.sigmas, 5, 4, torch.Generator().manual_seed(s)) for s in range(2000)]
+    plans = [per_sample_plan(trajectory.sigmas, 5, 4, torch.Generator().manual_seed(s)) for s in range(600)]
     mean = torch.stack([plan.weights for plan in plans]).mean(0)
-    assert (mean - full_weights(exact_plan(trajectory.sigmas))).abs().max() < 0.1
+    assert (mean - full_weights(exact_plan(trajectory.sigmas))).abs().max() < 0.2

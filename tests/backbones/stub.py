@@ -42,3 +42,8 @@ STUB = BackboneEntry("stub", "for tests", lambda device, dtype: StubBackbone(dty
 def constant(images: Tensor, prompts: Sequence[str]) -> Tensor:
     """A reward that says nothing."""
     return torch.ones(len(images))
+
+
+def first_pixel(images: Tensor, prompts: Sequence[str]) -> Tensor:
+    """A reward of its own."""
+    return images[:, 0, 0, 0]

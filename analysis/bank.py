@@ -97,6 +97,6 @@ def bank_rows(
 
 
 def products(rows: np.ndarray, exact: np.ndarray) -> Products:
-    """Inner products over batches of an estimator's rows ``[n, dimension]`` and of exact's."""
+    """Inner products over batches of an estimator's rows ``[m, dimension]`` and of exact's ``[n, dimension]``."""
     rows, exact = rows.astype(np.float64), exact.astype(np.float64)
     return Products(exact @ exact.T, rows @ exact.T, rows @ rows.T)

@@ -183,8 +183,8 @@ def measure_signal(job: Job, settings: Calibrate, eta: float, knots: Knots) -> N
         estimator = about[name]
         where = f"eta={eta:g}/signal/{centring}/{name}"
         with recorded(job.record.cells, where, **estimator.describe(), eta=eta, centring=centring) as cell:
-            found = products(np.stack(rows_of), np.stack(banks[centring, "exact"][: len(rows_of)]))
-            cell.values = {"batches": found.n}
+            found = products(np.stack(rows_of), np.stack(banks[centring, "exact"]))
+            cell.values = {"batches": found.m}
             cell.samples = {"own": _rounded(found.own)}
             if name != "exact":
                 cell.samples |= {"cross": _rounded(found.cross)}

@@ -22,11 +22,11 @@ Values = float | np.ndarray
 """One value, or one for each bootstrap draw."""
 
 
-def _table(name: str, table: np.ndarray, symmetric: bool = True) -> np.ndarray:
+def _table(name: str, table: np.ndarray) -> np.ndarray:
     """A table of inner products in fp64.
 
     Raises:
-        ValueError: not square, not finite, fewer than 3 batches, or not symmetric where it must be.
+        ValueError: not square, not finite, fewer than 3 batches, or not symmetric.
     """
     table = np.asarray(table, dtype=np.float64)
     if table.ndim != 2 or table.shape[0] != table.shape[1]:
@@ -36,23 +36,25 @@ def _table(name: str, table: np.ndarray, symmetric: bool = True) -> np.ndarray:
     if not np.isfinite(table).all():
         raise ValueError(f"{name} must be finite, found {int((~np.isfinite(table)).sum())} entries that are not")
     gap = float(np.abs(table - table.T).max())
-    if symmetric and gap > 1e-6 * float(np.abs(table).max()):
+    if gap > 1e-6 * float(np.abs(table).max()):
         raise ValueError(f"{name} must be symmetric, found entries that differ by {gap:.3g}")
     return table
 
 
 @dataclass(frozen=True, eq=False)
 class Products:
-    """Inner products of the gradients of n batches, each ``[n, n]``, fp64. For exact itself all three are equal.
+    """Inner products of the gradients of n batches, fp64. For exact itself all three are equal.
+
+    An estimator may have been measured on the first m of the batches only.
 
     Attributes:
-        exact: ``<g^b, g^b'>``.
-        cross: ``<e^b, g^b'>``; rows are the estimator's batches, columns exact's.
-        own: ``<e^b, e^b'>``.
+        exact: ``<g^b, g^b'>``, ``[n, n]``.
+        cross: ``<e^b, g^b'>``, ``[m, n]``.
+        own: ``<e^b, e^b'>``, ``[m, m]``.
 
     Raises:
-        ValueError: a table that is not square, finite and of at least 3 batches; shapes that differ; exact or own that
-            is not symmetric.
+        ValueError: a table that is not finite and of at least 3 batches; shapes that do not fit; exact or own that is
+            not symmetric.
     """
 
     exact: np.ndarray
@@ -60,16 +62,25 @@ class Products:
     own: np.ndarray
 
     def __post_init__(self) -> None:
-        for name in ("exact", "cross", "own"):
-            object.__setattr__(self, name, _table(name, getattr(self, name), symmetric=name != "cross"))
-        if not self.exact.shape == self.cross.shape == self.own.shape:
-            found = f"{self.exact.shape}, {self.cross.shape}, {self.own.shape}"
-            raise ValueError(f"exact, cross and own must have one shape, found {found}")
+        for name in ("exact", "own"):
+            object.__setattr__(self, name, _table(name, getattr(self, name)))
+        cross = np.asarray(self.cross, dtype=np.float64)
+        object.__setattr__(self, "cross", cross)
+        if cross.shape != (self.m, self.n) or self.m > self.n:
+            found = f"{self.exact.shape}, {cross.shape}, {self.own.shape}"
+            raise ValueError(f"exact, cross and own must be [n, n], [m, n] and [m, m] with m <= n, found {found}")
+        if not np.isfinite(cross).all():
+            raise ValueError(f"cross must be finite, found {int((~np.isfinite(cross)).sum())} entries that are not")
 
     @property
     def n(self) -> int:
-        """Number of batches."""
+        """Batches of exact."""
         return len(self.exact)
+
+    @property
+    def m(self) -> int:
+        """Batches of the estimator: the first of them."""
+        return len(self.own)
 
 
 def signal_samples(products: Products) -> list[float | None]:
@@ -79,9 +90,9 @@ def signal_samples(products: Products) -> list[float | None]:
     ``mu``, for all estimators alike.
 
     Returns:
-        n cosines in [-1, 1]; None where a norm is not positive.
+        m cosines in [-1, 1]; None where a norm is not positive.
     """
-    others = 1 - np.eye(products.n)
+    others = 1 - np.eye(products.m, products.n)
     reference = ((others @ products.exact) * others).sum(1)
     found: list[float | None] = []
     for product, own, norm in zip((products.cross * others).sum(1), np.diag(products.own), reference, strict=True):
@@ -99,7 +110,7 @@ def paired_difference(products: Products, seed: int = 0) -> Interval:
     that of the batches given their references, whose noise they share: it is too narrow for an estimator with bias (in
     simulations with a bias of 20 % of ``|mu|`` it covered in 76 to 92 %). `signal_loss` resamples the references too.
     """
-    exact = signal_samples(Products(products.exact, products.exact, products.exact))
+    exact = signal_samples(Products(products.exact, products.exact, products.exact))[: products.m]
     pairs = zip(signal_samples(products), exact, strict=True)
     return bootstrap([None if e is None or g is None else e - g for e, g in pairs], seed)
 
@@ -176,31 +187,40 @@ def moments(products: Products, weights: np.ndarray | None = None) -> Moments:
     Raises:
         ValueError: weights of another length, negative ones, or a draw of fewer than two batches.
     """
-    n = products.n
+    n, m = products.n, products.m
     drawn = np.ones(n) if weights is None else np.asarray(weights, dtype=np.float64)
     if drawn.ndim not in (1, 2) or drawn.shape[-1] != n:
         raise ValueError(f"weights must have shape ({n},) or (draws, {n}), found {drawn.shape}")
     if not (drawn >= 0).all():
         raise ValueError(f"weights must not be negative, found {drawn.min()}")
-    if not ((drawn > 0).sum(-1) >= 2).all():
-        raise ValueError(f"each draw needs at least 2 batches, found {int((drawn > 0).sum(-1).min())}")
-    pairs = drawn.sum(-1) ** 2 - (drawn**2).sum(-1)
+    own = drawn[..., :m]
+    if not ((own > 0).sum(-1) >= 2).all():
+        raise ValueError(f"each draw needs at least 2 batches, found {int((own > 0).sum(-1).min())}")
 
-    def mean(table: np.ndarray) -> Values:
-        return ((drawn @ (table * (1 - np.eye(n)))) * drawn).sum(-1) / pairs
+    def mean(table: np.ndarray, rows: np.ndarray, columns: np.ndarray) -> Values:
+        apart = 1 - np.eye(*table.shape)
+        pairs = rows.sum(-1) * columns.sum(-1) - (rows * columns[..., : rows.shape[-1]]).sum(-1)
+        return ((rows @ (table * apart)) * columns).sum(-1) / pairs
 
-    def power(table: np.ndarray) -> Values:
-        return drawn @ np.diag(table) / drawn.sum(-1)
+    def power(table: np.ndarray, rows: np.ndarray) -> Values:
+        return rows @ np.diag(table) / rows.sum(-1)
 
-    mu2, own = mean(products.exact), mean(products.own)
-    return Moments(mu2, mean(products.cross), own, power(products.exact) - mu2, power(products.own) - own)
+    exact, both = products.exact, products.exact[:m, :m]
+    mu2 = mean(exact, drawn, drawn)
+    noise = power(exact, drawn) - mu2
+    # what all batches say of exact, and by what the estimator differs from it on the batches that both have
+    apart = mean(products.cross - exact[:m], own, drawn)
+    squared = mean(products.own - products.cross[:, :m] - products.cross[:, :m].T + both, own, own)
+    more = 2 * apart + squared
+    own_noise = noise + power(products.own - both, own) - more
+    return Moments(mu2, mu2 + apart, mu2 + more, noise, own_noise)
 
 
 def _draws(products: Products, seed: int) -> Moments:
     """Moments of the bootstrap draws of batches; draws of one batch only have no pairs and are left out."""
     n = products.n
     weights = np.random.default_rng(seed).multinomial(n, np.full(n, 1 / n), size=DRAWS)
-    return moments(products, weights[(weights > 0).sum(1) >= 2])
+    return moments(products, weights[(weights[:, : products.m] > 0).sum(1) >= 2])
 
 
 def _interval(value: Values, draws: Values, n: int) -> Interval:
@@ -225,7 +245,7 @@ def signal_loss(products: Products, scale: float, seed: int = 0) -> Interval:
     Raises:
         ValueError: a scale that is not positive.
     """
-    return _interval(moments(products).loss(scale), _draws(products, seed).loss(scale), products.n)
+    return _interval(moments(products).loss(scale), _draws(products, seed).loss(scale), products.m)
 
 
 def bias_interval(products: Products, seed: int = 0) -> Interval:
@@ -237,7 +257,7 @@ def bias_interval(products: Products, seed: int = 0) -> Interval:
     Returns:
         `Moments.bias_squared`, may be negative; undefined where exact's signal cannot be told from zero.
     """
-    return _interval(moments(products).bias_squared, _draws(products, seed).bias_squared, products.n)
+    return _interval(moments(products).bias_squared, _draws(products, seed).bias_squared, products.m)
 
 
 def batches_to_tell(interval: Interval, target: float, n: int) -> int | None:

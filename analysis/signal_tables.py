@@ -38,9 +38,10 @@ def products_of(record: Record, centring: str = PER_PROMPT) -> Iterator[tuple[Ce
     for cell in cells.values():
         if cell.settings["eta"] in exact:
             own = _square(cell.samples["own"])
-            cross = _square(cell.samples.get("cross", cell.samples["own"]))
-            n = len(own)  # what is there for comparison only has fewer batches
-            yield cell, Products(exact[cell.settings["eta"]][:n, :n], cross, own)
+            whole = exact[cell.settings["eta"]]
+            # what is there for comparison only has fewer batches than exact
+            cross = np.array(cell.samples.get("cross", cell.samples["own"]), dtype=np.float64)
+            yield cell, Products(whole, cross.reshape(len(own), len(whole)), own)
 
 
 def signal(record: Record) -> pd.DataFrame:
@@ -60,8 +61,8 @@ def signal(record: Record) -> pd.DataFrame:
         row |= interval_columns("signal", bootstrap(signal_samples(found)))
         row |= interval_columns("difference", paired_difference(found))
         row |= interval_columns("loss", loss) | interval_columns("bias2", bias_interval(found))
-        told = batches_to_tell(loss, target, found.n)
-        row |= {"verdict": verdict(loss, target), "samples": found.n * samples}
+        told = batches_to_tell(loss, target, found.m)
+        row |= {"verdict": verdict(loss, target), "samples": found.m * samples}
         row |= {"samples_to_tell": None if told is None else told * samples, "undefined": int(_undefined(found))}
         row |= _costs(record, cell)
         kept = None if loss.value is None else 1 - loss.value

@@ -57,17 +57,17 @@ class Calibrate(Study):
     calibration_batches: tuple[int, ...] = (5,)
     evaluation_batches: tuple[int, ...] = (5,)
     predicted_passes: tuple[int, ...] = (8, 6, 5, 4)
-    signal_batches: int = 48
+    signal_batches: int = 40
     signal_prompts: int = 2
     signal_samples: int = 4
     signal_passes: tuple[int, ...] = (8, 6, 5, 4, 3, 2)
     signal_dimension: int = 2**16
-    contender_batches: int = 16
-    centring_batches: int = 8
+    contender_batches: int = 12
+    centring_batches: int = 6
     update_samples: int = 64
     max_signal_loss: float = 0.05
     min_cosine: float = 0.99
-    timing_rounds: int = 4
+    timing_rounds: int = 3
 
     def __post_init__(self) -> None:
         if self.windows == WINDOWS:

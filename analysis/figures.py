@@ -255,23 +255,35 @@ def signal_per_cost(table: pd.DataFrame, samples: int) -> Figure:
 
 
 def loss_by_batch(table: pd.DataFrame, target: float) -> Figure:
-    """Loss of learning signal against samples per update; the dashed line is the loss that is allowed."""
+    """Loss of learning signal against samples per update; the dashed line is the loss that is allowed.
+
+    Causal plans and the paper's rule, one of each number of passes; markers and dashes tell them apart.
+    """
+    shown = table[table["family"].isin(["causal", "jagg"]) & table["loss"].notna()]
     with _style():
         figure, panels = _panels(table)
         for eta, axes in panels.items():
-            part = table[(table["eta"] == eta) & table["loss"].notna()]
-            for (family, label), data in part.groupby(["family", "label"], sort=False):
-                if family == "causal-predicted":
-                    continue
-                colour, marker, line = STYLES[str(family)]
-                x, shade = data["update_samples"], 0.35 + 0.65 / max(1, len(label) % 4)
-                axes.plot(x, data["loss"], color=colour, marker=marker, linestyle=line, markersize=3, alpha=shade)
-                axes.text(x.iloc[-1], data["loss"].iloc[-1], f" {label}", fontsize=6, va="center")
+            part = shown[shown["eta"] == eta]
+            for family, own in part.groupby("family", sort=False):
+                colour, marker, _ = STYLES[str(family)]
+                for rank, (_, data) in enumerate(own.groupby("passes", sort=True)):
+                    data = data[data["estimator"] == data["estimator"].iloc[0]]
+                    axes.plot(
+                        data["update_samples"],
+                        data["loss"],
+                        color=colour,
+                        marker=marker,
+                        markersize=3 + rank % 3,
+                        fillstyle=("none", "full")[rank % 2],
+                        linestyle=(0, (max(1, 7 - rank), rank % 4)),
+                        linewidth=1,
+                        label=data["label"].iloc[0],
+                    )
             axes.axhline(target, color="black", linestyle="--", linewidth=0.8)
             axes.set_xscale("log", base=2)
             axes.set_title(f"eta {eta:g}")
             axes.set_xlabel("samples per update")
-        figure.axes[0].set_ylabel("share of exact's signal that is lost")
+        _finish(figure, axes, "share of exact's signal that is lost")
     return figure
 
 

@@ -82,7 +82,15 @@ def signal() -> pd.DataFrame:
 
 def sizes() -> pd.DataFrame:
     rows = [
-        {"eta": eta, "family": family, "label": f"{family} {eta}", "update_samples": size, **losses()}
+        {
+            "eta": eta,
+            "family": family,
+            "estimator": f"{family}-5",
+            "passes": 5,
+            "label": f"{family} {eta}",
+            "update_samples": size,
+            **losses(),
+        }
         for eta in (0.7, 0.3)
         for family in ("jagg", "causal", "causal-predicted")
         for size in (8, 64, 512)

@@ -111,7 +111,7 @@ def main(argv: list[str] | None = None) -> None:
         if out is None:
             settings = settings_from(arguments)
             _, run, ending, _ = COMMANDS[arguments.command]
-            out = arguments.out or Path("results") / f"{settings.backbone}{ending}"
+            out = arguments.out or Path("results") / f"{settings.backbone.replace(':', '-')}{ending}"
             require_writable(out / "record.json")
             run(settings, out)
         failed = show(out)

@@ -15,7 +15,17 @@ import torch
 from torch.utils.benchmark.utils.timer import timer
 from tqdm import tqdm
 
-from analysis.bank import CENTRINGS, PER_PROMPT, SIDE_PASSES, bank_rows, contenders, core, products, suspects
+from analysis.bank import (
+    CENTRINGS,
+    PER_PROMPT,
+    SIDE_PASSES,
+    bank_rows,
+    contenders,
+    core,
+    products,
+    stored_products,
+    suspects,
+)
 from analysis.estimators import Estimator, with_knots
 from analysis.job import Job
 from analysis.knots import Knots
@@ -185,9 +195,7 @@ def measure_signal(job: Job, settings: Calibrate, eta: float, knots: Knots) -> N
         with recorded(job.record.cells, where, **estimator.describe(), eta=eta, centring=centring) as cell:
             found = products(np.stack(rows_of), np.stack(banks[centring, "exact"]))
             cell.values = {"batches": found.m}
-            cell.samples = {"own": _rounded(found.own)}
-            if name != "exact":
-                cell.samples |= {"cross": _rounded(found.cross)}
+            cell.samples = stored_products(found)
     job.save()
 
 
@@ -230,8 +238,3 @@ def _plan_key(estimator: Estimator) -> list[Any]:
     plan = estimator.plans[0]
     sites = None if plan.knot_sigmas is None else plan.knot_sigmas.tolist()
     return [estimator.name, plan.knots, plan.weights.tolist(), sites]
-
-
-def _rounded(matrix: np.ndarray) -> list[float | None]:
-    """Nine digits are more than statistics over batches need, and half of the bytes."""
-    return [float(f"{value:.9g}") for value in matrix.flatten().tolist()]

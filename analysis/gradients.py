@@ -17,6 +17,7 @@ from torch import Tensor
 
 from analysis.spaces import Space
 from jagg_core import OffPolicyError, Plan, Trajectory, VelocityPolicy
+from jagg_core.backbones.check import has_reentrant_checkpointing
 from jagg_core.distributed import Sharding, on_any_rank
 from jagg_core.objective import ClippedSurrogate, upstream_closed_form
 from jagg_core.trajectory import policy_signature, weights_version
@@ -308,15 +309,7 @@ def _refuse_reentrant(velocity: Tensor) -> None:
     ``autograd.grad`` often raises there itself, but where no trained parameter comes before the first checkpoint (LoRA
     inside the blocks) it finds no path to those inside, and they would silently get no gradient.
     """
-    seen: set[Any] = set()
-    queue: list[Any] = [velocity.grad_fn]
-    while queue:
-        node = queue.pop()
-        if node is None or node in seen:
-            continue
-        if node.name() == "CheckpointFunctionBackward":
-            raise ValueError(
-                "activation checkpointing must be non-reentrant (use_reentrant=False) for gradients beside .grad"
-            )
-        seen.add(node)
-        queue += [following for following, _ in node.next_functions]
+    if has_reentrant_checkpointing(velocity):
+        raise ValueError(
+            "activation checkpointing must be non-reentrant (use_reentrant=False) for gradients beside .grad"
+        )

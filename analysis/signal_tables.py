@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pandas as pd
 
-from analysis.bank import CENTRINGS, PER_PROMPT
+from analysis.bank import CENTRINGS, PER_PROMPT, read_products
 from analysis.learning_signal import (
     Products,
     batches_to_tell,
@@ -31,17 +30,14 @@ UPDATE_SAMPLES = (8, 16, 32, 64, 128, 256, 512, 1024, 4096)
 def products_of(record: Record, centring: str = PER_PROMPT) -> Iterator[tuple[Cell, Products]]:
     """Every estimator's inner products over batches, under one centring of advantages."""
     cells = {c.name: c for c in record.cells if c.status == "ok" and c.settings.get("centring") == centring}
-    exact: dict[float, np.ndarray] = {}
-    for cell in cells.values():
-        if cell.settings["estimator"] == "exact":
-            exact[cell.settings["eta"]] = _square(cell.samples["own"])
+    exact = {
+        cell.settings["eta"]: read_products(cell.samples).own
+        for cell in cells.values()
+        if cell.settings["estimator"] == "exact"
+    }
     for cell in cells.values():
         if cell.settings["eta"] in exact:
-            own = _square(cell.samples["own"])
-            whole = exact[cell.settings["eta"]]
-            # what is there for comparison only has fewer batches than exact
-            cross = np.array(cell.samples.get("cross", cell.samples["own"]), dtype=np.float64)
-            yield cell, Products(whole, cross.reshape(len(own), len(whole)), own)
+            yield cell, read_products(cell.samples, exact[cell.settings["eta"]])
 
 
 def signal(record: Record) -> pd.DataFrame:
@@ -158,8 +154,3 @@ def _costs(record: Record, cell: Cell) -> dict[str, float | None]:
 
 def _undefined(found: Products) -> int:
     return sum(sample is None for sample in signal_samples(found))
-
-
-def _square(flat: list[float | None]) -> np.ndarray:
-    side = math.isqrt(len(flat))
-    return np.array(flat, dtype=np.float64).reshape(side, side)

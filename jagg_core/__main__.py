@@ -11,6 +11,7 @@ import torch
 
 from jagg_core import DanceSDE, dance_schedule, initial_latents, rollout, sample_ode
 from jagg_core.backbones import list_backbones, load_backbone
+from jagg_core.backbones.check import TOLERANCE, Finding, check_backbone
 from jagg_core.backbones.registry import TRAINED
 from jagg_core.images import image_grid, png_bytes
 from jagg_core.records import require_writable, write_atomically
@@ -18,6 +19,7 @@ from jagg_core.records import require_writable, write_atomically
 SAMPLE_EXAMPLE = (
     "example: python -m jagg_core sample --backbone photos-flux --prompts cat coffee --eta 0.7 --out cats.png"
 )
+CHECK_EXAMPLE = "example: python -m jagg_core backbones check my_module:load --device cuda --dtype bfloat16"
 TRAIN_EXAMPLE = "example: python -m jagg_core backbones train digits-flux --seed 0"
 
 
@@ -25,8 +27,14 @@ def parser() -> argparse.ArgumentParser:
     """The command line."""
     top = argparse.ArgumentParser(prog="python -m jagg_core", description="Backbones, samples and rewards.")
     commands = top.add_subparsers(dest="command", required=True)
-    backbones = commands.add_parser("backbones", help="list backbones, or retrain a shipped one", epilog=TRAIN_EXAMPLE)
+    backbones = commands.add_parser(
+        "backbones", help="list backbones, check one, or retrain a shipped one", epilog=CHECK_EXAMPLE
+    )
     actions = backbones.add_subparsers(dest="action")
+    check = actions.add_parser("check", help="check that a backbone keeps its contract", epilog=CHECK_EXAMPLE)
+    check.add_argument("name", help="a registered backbone, or your own as module:function")
+    check.add_argument("--device", default="cpu")
+    check.add_argument("--dtype", choices=[str(d).removeprefix("torch.") for d in TOLERANCE], default="float32")
     train = actions.add_parser("train", help="rebuild the weights of a shipped backbone", epilog=TRAIN_EXAMPLE)
     train.add_argument("name", choices=sorted(TRAINED))
     train.add_argument("--steps", type=int, help="training steps, default those of the shipped weights")
@@ -75,6 +83,17 @@ def write_samples(arguments: argparse.Namespace) -> None:
         final = sample_ode(policy, sigmas, latents)
     write_atomically(arguments.out, png_bytes(image_grid(backbone.decode(final), arguments.count)))
     print(f"wrote {arguments.out}: {len(prompts)} samples, a row per prompt")
+
+
+def print_findings(arguments: argparse.Namespace) -> int:
+    """Print a line per finding on a backbone. Returns how many checks failed."""
+    backbone = load_backbone(arguments.name, arguments.device, getattr(torch, arguments.dtype))
+
+    def show(finding: Finding) -> None:
+        value = "" if finding.value is None else f": {finding.value:.3g}"
+        print(f"{'ok' if finding.ok else 'FAILED':<6}  {finding.name:<15}  {finding.text}{value}", flush=True)
+
+    return sum(not finding.ok for finding in check_backbone(backbone, show))
 
 
 def _run_training(name: str, steps: int, run: Callable[[Callable[[int, float], None]], float]) -> float:
@@ -130,15 +149,20 @@ def main(argv: list[str] | None = None) -> None:
     """Run a command."""
     top = parser()
     arguments = top.parse_args(argv)
+    failed = 0
     try:
         if arguments.command == "sample":
             write_samples(arguments)
+        elif arguments.action == "check":
+            failed = print_findings(arguments)
         elif arguments.action == "train":
             (train_backbone if arguments.command == "backbones" else train_reward)(arguments)
         else:
             list_all(arguments.command)
     except (ValueError, OSError, FloatingPointError, torch.cuda.OutOfMemoryError) as error:
         top.exit(2, f"{top.prog}: error: {error}\n")
+    if failed:
+        top.exit(1, f"{top.prog}: checks failed: {failed}\n")
 
 
 if __name__ == "__main__":

@@ -6,10 +6,10 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from difflib import get_close_matches
-from importlib import import_module
 
 import torch
 
+from jagg_core.imports import import_object
 from jagg_core.rewards.base import FunctionReward, Reward, WeightedSum
 from jagg_core.rewards.classifier import ClassifierLogProb, classifier_spec
 from jagg_core.rewards.pixels import Colourfulness, Ink, Redness, Sharpness
@@ -110,18 +110,7 @@ def _check_registered(name: str, dataset: str | None) -> None:
 def _load_one(name: str, dataset: str | None, device: torch.device | str) -> Reward:
     if ":" not in name:
         return _REWARDS[name].make(dataset, device)
-    module_name, _, attribute = name.partition(":")
-    try:
-        found: object = import_module(module_name)
-    except ModuleNotFoundError as error:
-        # a missing module inside the user's own is theirs to see
-        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
-            raise
-        raise ValueError(f"reward {name!r}: there is no module {error.name!r}") from error
-    for part in attribute.split("."):
-        if not hasattr(found, part):
-            raise ValueError(f"reward {name!r}: {module_name} has no {attribute!r}")
-        found = getattr(found, part)
+    found = import_object(name, "reward", _allowed())
     if isinstance(found, type) or not callable(found):
         raise ValueError(f"reward {name!r} must be a function or an object that is a Reward, found {found!r}")
     return found if isinstance(found, Reward) else FunctionReward(found, name)

@@ -63,7 +63,7 @@ def cell_of(name: str, own: np.ndarray, exact: np.ndarray, under: str = PER_PROM
     family, passes, more = FAMILIES[name]
     about = {"estimator": name, "label": f"{name} <label>", "family": family, "passes": passes}
     about |= {"anticipating": family == "jagg", "eta": eta, "centring": under, **more}
-    samples = {"own": (own @ own.T).flatten().tolist()}
+    samples = {"own": (own @ own.T)[np.triu_indices(len(own))].tolist()}
     if name != "exact":
         samples |= {"cross": (own @ exact.T).flatten().tolist()}
     return Cell(f"eta={eta:g}/signal/{under}/{name}", settings=about, samples=samples, values={"batches": len(own)})

@@ -1,0 +1,34 @@
+"""Objects of your own, named as text: ``module:object``."""
+
+from __future__ import annotations
+
+import re
+from importlib import import_module
+
+_NAME = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
+
+
+def import_object(text: str, setting: str, allowed: str) -> object:
+    """What ``module:object`` names. Under ``python -m`` modules of the current directory can be imported.
+
+    ``setting`` and ``allowed`` (what the setting may be) are for the errors. An error inside the module is not caught:
+    it is for its author to see.
+
+    Raises:
+        ValueError: text of another form, no such module, or no such object in it.
+    """
+    if _NAME.fullmatch(text) is None:
+        raise ValueError(f"{setting} {text!r} cannot be read; allowed: {allowed}")
+    module_name, _, attribute = text.partition(":")
+    try:
+        found: object = import_module(module_name)
+    except ModuleNotFoundError as error:
+        # a missing module inside the user's own is theirs to see
+        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
+            raise
+        raise ValueError(f"{setting} {text!r}: there is no module {error.name!r}; allowed: {allowed}") from error
+    for part in attribute.split("."):
+        if not hasattr(found, part):
+            raise ValueError(f"{setting} {text!r}: {module_name} has no {attribute!r}; allowed: {allowed}")
+        found = getattr(found, part)
+    return found

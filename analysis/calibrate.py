@@ -64,16 +64,16 @@ class Calibrate(Study):
     """
 
     windows: tuple[int, ...] = WINDOWS
-    calibration_batches: tuple[int, ...] = (5,)
-    evaluation_batches: tuple[int, ...] = (5,)
+    calibration_batches: tuple[int, ...] = (4,)
+    evaluation_batches: tuple[int, ...] = (4,)
     predicted_passes: tuple[int, ...] = (8, 6, 5, 4)
-    signal_batches: int = 40
+    signal_batches: int = 24
     signal_prompts: int = 2
-    signal_samples: int = 4
-    signal_passes: tuple[int, ...] = (8, 6, 5, 4, 3, 2)
+    signal_samples: int = 8
+    signal_passes: tuple[int, ...] = (8, 5, 4, 3, 2)
     signal_dimension: int = 2**16
-    contender_batches: int = 12
-    centring_batches: int = 6
+    contender_batches: int = 8
+    centring_batches: int = 5
     update_samples: int = 64
     max_signal_loss: float = 0.05
     min_cosine: float = 0.99

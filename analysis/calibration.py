@@ -58,7 +58,7 @@ def calibration(record: Record, eta: float, frames: Frames | None = None) -> dic
         "timestep_mode": knots.values["timestep_mode"],
         "schedule": record.schedule,
         "threshold": record.settings["threshold"],
-        "windows": _windows(record, eta, signal),
+        "windows": _windows(record, eta, frames),
         "plans": plans,
         "recommended": recommended(record, eta, frames),
         "seeds": {k: v for k, v in record.seeds.items() if k.endswith(f"eta={eta:g}")},
@@ -66,9 +66,11 @@ def calibration(record: Record, eta: float, frames: Frames | None = None) -> dic
     }
 
 
-def _windows(record: Record, eta: float, signal: pd.DataFrame) -> dict[str, Any]:
+def _windows(record: Record, eta: float, frames: Frames) -> dict[str, Any]:
     """``jagg_frac`` of the paper's rule and the cosines behind it, by window."""
-    groups, fractions = per_group(record), _at(routing(record), eta)
+    groups = frames["per_group"] if "per_group" in frames else per_group(record)
+    fractions = _at(frames["routing"] if "routing" in frames else routing(record), eta)
+    signal = _at(frames.get("signal"), eta)
     found: dict[str, Any] = {}
     for window, own in fractions.groupby("window") if len(fractions) else ():
         asked = own[own["asked_for"]].iloc[0]

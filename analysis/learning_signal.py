@@ -11,6 +11,7 @@ so a larger batch must hold as many times more prompts. Samples added to the sam
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -232,6 +233,12 @@ def _interval(value: Values, draws: Values, n: int) -> Interval:
     return Interval(float(value), float(low), float(high), n)
 
 
+def signal_losses(products: Products, scales: Sequence[float], seed: int = 0) -> list[Interval]:
+    """`signal_loss` at several scales, from the same draws."""
+    found, drawn = moments(products), _draws(products, seed)
+    return [_interval(found.loss(scale), drawn.loss(scale), products.m) for scale in scales]
+
+
 def signal_loss(products: Products, scale: float, seed: int = 0) -> Interval:
     """Share of exact's signal that the estimator loses on a batch ``scale`` times larger, resampling batches.
 
@@ -245,7 +252,7 @@ def signal_loss(products: Products, scale: float, seed: int = 0) -> Interval:
     Raises:
         ValueError: a scale that is not positive.
     """
-    return _interval(moments(products).loss(scale), _draws(products, seed).loss(scale), products.m)
+    return signal_losses(products, [scale], seed)[0]
 
 
 def bias_interval(products: Products, seed: int = 0) -> Interval:

@@ -16,6 +16,7 @@ from analysis.learning_signal import (
     effective_dimension,
     paired_difference,
     signal_loss,
+    signal_losses,
     signal_samples,
     verdict,
 )
@@ -76,8 +77,8 @@ def by_batch(record: Record) -> pd.DataFrame:
     for cell, found in products_of(record):
         shown = cell.settings.get("jagg_frac") in (record.settings["jagg_frac"], 1.0)
         if shown or cell.settings["family"] in ("causal", "causal-predicted"):
-            for size in UPDATE_SAMPLES:
-                loss = signal_loss(found, size / cell_batch(record, cell))
+            scales = [size / cell_batch(record, cell) for size in UPDATE_SAMPLES]
+            for size, loss in zip(UPDATE_SAMPLES, signal_losses(found, scales), strict=True):
                 rows.append(about(cell) | {"update_samples": size} | interval_columns("loss", loss))
     return pd.DataFrame(rows)
 

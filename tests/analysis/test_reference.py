@@ -3,20 +3,36 @@
 from __future__ import annotations
 
 import shutil
+from itertools import combinations
 from pathlib import Path
 
+import pandas as pd
 import pytest
 
 from analysis.report import write_report
-from jagg_core import Plan
-from jagg_core.records import Record
+from jagg_core import (
+    DanceSDE,
+    Plan,
+    ReplayMismatch,
+    Trajectory,
+    dance_schedule,
+    initial_latents,
+    load_backbone,
+    rollout,
+)
+from jagg_core.backbones import Backbone
+from jagg_core.records import Record, read_json
 
 REFERENCE = Path(__file__).parents[2] / "results" / "reference"
 RUNS = sorted(path.parent.name for path in REFERENCE.glob("*/record.json"))
 
 
-def test_there_is_a_reference_for_the_default_backbone() -> None:
-    assert "photos-flux" in RUNS
+def test_there_is_a_reference_for_every_shipped_backbone() -> None:
+    assert {"photos-flux", "photos-flux-calibration", "digits-flux-calibration"} <= set(RUNS)
+
+
+def test_no_file_is_large() -> None:
+    assert {p.name: p.stat().st_size for p in REFERENCE.rglob("*") if p.stat().st_size > 5 * 2**20} == {}
 
 
 @pytest.mark.parametrize("name", RUNS)
@@ -38,9 +54,39 @@ def test_tables_and_calibrations_follow_from_the_record(name: str, tmp_path: Pat
 def test_every_cell_ran_and_seeds_of_calibration_and_evaluation_are_apart(name: str) -> None:
     record = Record.read(REFERENCE / name / "record.json")
     assert [c.name for c in record.cells if c.status != "ok"] == []
-    by_purpose = {key: set(seeds) for key, seeds in record.seeds.items()}
-    for eta in record.settings["etas"]:
-        assert not by_purpose[f"calibration eta={eta:g}"] & by_purpose[f"evaluation eta={eta:g}"]
+    assert len(record.seeds) >= 2 * len(record.settings["etas"])
+    for one, other in combinations(record.seeds.values(), 2):
+        assert not set(one) & set(other)
+
+
+@pytest.mark.parametrize(("name", "other"), [("digits-flux", "photos-flux"), ("photos-flux", "digits-flux")])
+def test_shipped_plans_fit_their_backbone_and_no_other(name: str, other: str) -> None:
+    def rolled_out(backbone: Backbone) -> Trajectory:
+        latents = initial_latents(backbone.latent_shape, 0, range(1))
+        return rollout(backbone.policy(backbone.prompts[:1]), dance_schedule(21), DanceSDE(0.7), latents, 0)
+
+    path = REFERENCE / f"{name}-calibration" / "calibration-eta0.7.json"
+    plan = Plan.from_calibration(path, passes=5, predict=True, trajectory=rolled_out(load_backbone(name)))
+    assert (plan.passes, plan.knots[0], plan.anticipating) == (5, 0, False)
+    with pytest.raises(ReplayMismatch, match=f"backbone: the rollout used '{other}', the policy now has '{name}'"):
+        Plan.from_calibration(path, passes=5, trajectory=rolled_out(load_backbone(other)))
+
+
+@pytest.mark.parametrize(("passes", "cosine"), [(5, 0.97), (6, 0.98), (8, 0.9895)])
+def test_what_the_causal_plan_keeps_on_photos(passes: int, cosine: float) -> None:
+    data = read_json(REFERENCE / "photos-flux-calibration" / "calibration-eta0.7.json")
+    plan = data["plans"]["causal"][str(passes)]
+    assert plan["held_out_cosine"]["value"] >= cosine
+    assert plan["predicted"]["held_out_cosine"]["value"] > plan["held_out_cosine"]["value"]
+
+
+@pytest.mark.parametrize("name", ["photos-flux-calibration", "digits-flux-calibration"])
+def test_the_leak_is_the_paper_s_and_not_causal_s(name: str) -> None:
+    table = pd.read_csv(REFERENCE / name / "tables" / "centring.csv")
+    leaks = table[table["centring"] == "ones"].set_index("estimator")
+    assert (leaks.loc[["exact", "causal-5", "causal-8"], "p_value"] > 0.05).all()
+    assert (leaks.loc[["jagg-w4-f1", "jagg-w5-f1"], "p_value"] < 0.05).all()
+    assert (leaks.loc[["jagg-w4-f1", "jagg-w5-f1"], "leak"] > 2).all()
 
 
 def test_a_calibrated_plan_loads() -> None:

@@ -144,18 +144,6 @@ def test_block_of(name: str, block: str) -> None:
     assert block_of(name) == block
 
 
-def test_names_that_peft_gives() -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        peft = pytest.importorskip("peft")
-        model = nn.ModuleDict({"attn": nn.ModuleDict({"to_q": nn.Linear(3, 3)})})
-        config = peft.LoraConfig(r=2, target_modules=["to_q"])
-        peft.inject_adapter_in_model(config, model)
-    blocks = {name: block_of(name) for name, p in model.named_parameters() if p.requires_grad}
-    assert sorted(blocks.values()) == ["LoRA A", "LoRA B"]
-    assert block_of("attn.to_q.lora_A.default.weight") == blocks["attn.to_q.lora_A.default.weight"]
-
-
 def test_blocks_come_in_the_order_of_the_rules() -> None:
     known = [block for _, block in RULES]
     assert ordered_blocks([*reversed(known), *known]) == known

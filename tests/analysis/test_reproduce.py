@@ -502,7 +502,7 @@ def test_a_shipped_calibration_is_judged_again(run_stub: Run, ship: Callable[...
     ship(schedule, k6=[0, 1, 3, 4, 5, 6], k5=[0, 2, 3, 5, 6], k4=[0, 2, 4, 6])
     record = run_stub(etas=(0.7, 0.3), recipe=replace(SMOKE.recipe, steps=8))
     assert not_ok(record) == {}
-    assert record.cell("eta=0.7/shipped").values == {"seeds": {"calibration eta=0.7": [7]}}
+    assert record.cell("eta=0.7/shipped").values == {"recommended": {}, "seeds": {"calibration eta=0.7": [7]}}
     found = [c for c in record.cells if c.settings.get("family") == "causal-shipped"]
     # with the numbers of passes that are shipped, at the eta it was made for
     assert [c.name for c in found] == ["eta=0.7/shipped-6", "eta=0.7/shipped-5"]

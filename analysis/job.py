@@ -29,7 +29,7 @@ from jagg_core import ClippedSurrogate, DanceSDE, Plan, dance_schedule, exact_pl
 from jagg_core.backbones import load_backbone
 from jagg_core.images import image_grid, png_bytes
 from jagg_core.plan import groups_of
-from jagg_core.records import Cell, Record, command_line, recorded, write_atomically
+from jagg_core.records import Record, command_line, recorded, write_atomically
 from jagg_core.rewards import load_reward
 from jagg_core.seeding import derive_seed
 from jagg_core.trajectory import policy_signature, weights_version
@@ -264,10 +264,6 @@ class Job:
             cell.values = {"prompts": batch.prompts, "rewards": batch.rewards.tolist(), "seed": batch.seed}
         self.save()
 
-    def failed(self, name: str) -> bool:
-        """Whether the cell of that name exists and is not ok."""
-        return any(c.name == name and c.status != "ok" for c in self.record.cells)
-
     def save(self) -> None:
         """Write the record as it is now."""
         self.record.write(self.out / "record.json")
@@ -356,8 +352,3 @@ def _within_reach(table: CrossTable, estimator: Estimator) -> bool:
 def _similarity_of(estimate: torch.Tensor, exact: torch.Tensor) -> Similarity:
     gram = gram_matrix(torch.stack([estimate, exact, estimate - exact]))
     return similarity_from_products(gram[0, 0], gram[1, 1], gram[0, 1], gram[2, 2])
-
-
-def ok_cells(record: Record) -> dict[str, Cell]:
-    """Cells that went well, by name."""
-    return {c.name: c for c in record.cells if c.status == "ok"}

@@ -102,8 +102,8 @@ def _left_as_it_was(backbone: Backbone) -> Iterator[None]:
     modes = [(module, module.training) for module in backbone.transformer.modules()]
     try:
         own = _parameters(backbone.policy(backbone.prompts[:1]))
-    except Exception:
-        own = []  # the checks will say so
+    except Exception:  # any fault of the user's policy: the checks meet it again, and say so
+        own = []
     leaves = {id(p): p for p in chain(backbone.transformer.parameters(), own) if p.is_leaf}
     gradients = [(p, p.grad) for p in leaves.values()]
     try:

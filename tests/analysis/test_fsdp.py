@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
-import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import torch.multiprocessing as mp
 
 from tests.analysis import fsdp_ranks as ranks
+from tests.spawning import run_ranks
 
 Results = dict[str, list[dict[str, Any]]]
 
@@ -20,15 +19,7 @@ Results = dict[str, list[dict[str, Any]]]
 def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
     """What every rank found in each layout."""
     folder = tmp_path_factory.mktemp("ranks")
-    context = mp.start_processes(ranks.work, args=(str(folder),), nprocs=ranks.RANKS, join=False, start_method="spawn")
-    deadline = time.monotonic() + 150
-    try:
-        while not context.join(timeout=5):
-            assert time.monotonic() < deadline, "the ranks hang: do they make different numbers of collectives?"
-    finally:
-        for process in context.processes:
-            if process.is_alive():
-                process.kill()
+    run_ranks(ranks.work, ranks.RANKS, folder, 150)
 
     def read(layout: str) -> list[dict[str, Any]]:
         return [json.loads((Path(folder) / f"{layout}-{n}.json").read_text()) for n in range(ranks.ranks_of(layout))]

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import json
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.multiprocessing as mp
 
 from tests.jagg_core import ranks
 from tests.jagg_core.fields import relative_error
+from tests.spawning import run_ranks
 
 Results = list[dict[str, Any]]
 
@@ -20,15 +19,7 @@ Results = list[dict[str, Any]]
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
     folder = tmp_path_factory.mktemp("ranks")
-    context = mp.start_processes(ranks.work, args=(str(folder),), nprocs=ranks.WORLD, join=False, start_method="spawn")
-    deadline = time.monotonic() + 200
-    try:
-        while not context.join(timeout=5):
-            assert time.monotonic() < deadline, "the ranks hang: do they make different numbers of collectives?"
-    finally:
-        for process in context.processes:
-            if process.is_alive():
-                process.kill()
+    run_ranks(ranks.work, ranks.WORLD, folder, 200)
     return [json.loads((Path(folder) / f"rank{rank}.json").read_text()) for rank in range(ranks.WORLD)]
 
 

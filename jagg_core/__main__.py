@@ -111,15 +111,13 @@ def _run_training(name: str, steps: int, run: Callable[[Callable[[int, float], N
 
 def train_backbone(arguments: argparse.Namespace) -> None:
     """Retrain a shipped backbone."""
-    from jagg_core.backbones.pixel import PixelFlux, weights_path
+    from jagg_core.backbones.pixel import weights_path
     from jagg_core.backbones.training import RECIPES, train_pixel_backbone
 
     name, path = arguments.name, arguments.out or weights_path(arguments.name)
     steps = RECIPES[name].steps if arguments.steps is None else arguments.steps
     settings = replace(RECIPES[name], seed=arguments.seed, steps=steps)
-    loss = _run_training(
-        name, steps, lambda p: train_pixel_backbone(TRAINED[name], PixelFlux, settings, path, progress=p)
-    )
+    loss = _run_training(name, steps, lambda p: train_pixel_backbone(TRAINED[name], settings, path, progress=p))
     print(f"wrote {path}: mean loss of the last steps {loss:.4f}")
 
 

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import difflib
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from types import FunctionType
-from typing import Protocol, cast
+from typing import Protocol, cast, get_args, get_type_hints
 
 import torch
 from torch import Tensor, nn
 
-from jagg_core.backbones.pixel import DIGITS_FLUX, PHOTOS_FLUX, PixelSpec, build_pixel_backbone
+from jagg_core.backbones.pixel import DIGITS_FLUX, PHOTOS_FLUX, PHOTOS_QWEN, PixelSpec, build_pixel_backbone
+from jagg_core.backbones.pretrained import MODELS, load_pretrained
 from jagg_core.imports import import_object
 from jagg_core.policy import VelocityPolicy
 
@@ -50,8 +52,8 @@ class Backbone(Protocol):
         """The module that is trained."""
         ...
 
-    def policy(self, prompts: Sequence[str], guidance: float = 1.0) -> VelocityPolicy:
-        """A policy for these prompts, one per sample."""
+    def policy(self, prompts: Sequence[str], guidance: float | None = None) -> VelocityPolicy:
+        """A policy for these prompts, one per sample. ``guidance`` None is the backbone's usual one."""
         ...
 
     def decode(self, latents: Tensor) -> Tensor:
@@ -63,17 +65,29 @@ class Backbone(Protocol):
         ...
 
 
-Loader = Callable[[torch.device | str, torch.dtype], Backbone]
-"""Loads a backbone in eval mode on a device, in a dtype."""
+Loader = Callable[..., Backbone]
+"""Loads a backbone in eval mode: ``(device, dtype, **options)``, the options keyword-only and with defaults."""
 
 
 @dataclass(frozen=True)
 class BackboneEntry:
-    """A registered backbone: how to load it, and what to say of it without loading it."""
+    """A registered backbone: how to load it, and what to say of it without loading it.
+
+    Attributes:
+        name: by which it is loaded.
+        description: one line.
+        load: see `Loader`.
+        parameters: of the transformer; 0 if not known.
+        licence: of the weights.
+        hub_id: where the weights are; None for weights that ship or are yours.
+    """
 
     name: str
     description: str
     load: Loader
+    parameters: int = 0
+    licence: str = ""
+    hub_id: str | None = None
 
 
 _REGISTRY: dict[str, BackboneEntry] = {}
@@ -97,32 +111,69 @@ def list_backbones() -> list[BackboneEntry]:
     return [_REGISTRY[name] for name in sorted(_REGISTRY)]
 
 
-def check_backbone_name(name: str) -> None:
+def check_backbone_name(name: str, options: Mapping[str, object] | None = None) -> None:
     """Check that ``name`` is registered, or that ``module:function`` names a function of ``(device, dtype)``.
 
     Raises:
-        ValueError: it does not; names the nearest known name and what is allowed.
+        ValueError: it does not, or it has no such option; names the nearest known name and what is allowed.
     """
-    _loader(name)
+    _require_options(name, _loader(name), options or {})
 
 
-def load_backbone(name: str, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32) -> Backbone:
-    """Load a backbone in eval mode.
-
-    ``name``: one of `list_backbones`, or ``module:function`` for your own: a function ``(device, dtype) -> Backbone``.
+def read_options(name: str, texts: Sequence[str]) -> dict[str, object]:
+    """Options of the backbone ``name`` written as ``option=value``, by the types that its loader declares.
 
     Raises:
-        ValueError: unknown name, a dtype that is not floating point, a device that cannot be used here, or a function
-            whose result lacks a member of `Backbone`.
+        ValueError: unknown name or option, or a value that is not of the option's type.
     """
     load = _loader(name)
+    pairs = [text.partition("=") for text in texts]
+    bad = [text for text, (_, equals, _) in zip(texts, pairs, strict=True) if not equals]
+    if bad:
+        raise ValueError(f"backbone options are written option=value, found {bad[0]!r}")
+    values = {option: value for option, _, value in pairs}
+    if len(values) < len(pairs):
+        raise ValueError(f"backbone options must be different, found {list(texts)}")
+    _require_options(name, load, values)
+    types = get_type_hints(load.func if isinstance(load, partial) else load)
+    return {option: _converted(option, value, types.get(option, str)) for option, value in values.items()}
+
+
+def _converted(option: str, text: str, wanted: object) -> object:
+    """``text`` as an int or a float where ``wanted`` is one, or one or None; else as it is."""
+    kinds = [kind for kind in get_args(wanted) or (wanted,) if kind in (int, float)]
+    for kind in kinds:
+        try:
+            return kind(text)
+        except ValueError:
+            raise ValueError(f"{option} must be of type {kind.__name__}, found {text!r}") from None
+    return text
+
+
+def load_backbone(
+    name: str, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32, **options: object
+) -> Backbone:
+    """Load a backbone in eval mode.
+
+    Args:
+        name: one of `list_backbones`, or ``module:function`` for your own: a function ``(device, dtype) -> Backbone``.
+        device: of the weights.
+        dtype: of the weights.
+        options: what this backbone's loader takes besides; see `jagg_core.backbones.pretrained.load_pretrained`.
+
+    Raises:
+        ValueError: unknown name or option, a dtype that is not floating point, a device that cannot be used here, or a
+            function whose result lacks a member of `Backbone`.
+    """
+    load = _loader(name)
+    _require_options(name, load, options)
     if not dtype.is_floating_point:
         raise ValueError(f"dtype must be floating point, found {dtype}")
     try:
         torch.empty(0, device=device)
     except (AssertionError, RuntimeError) as error:
         raise ValueError(f"device {str(device)!r} cannot be used here: {error}") from error
-    backbone = load(device, dtype)
+    backbone = load(device, dtype, **options)
     _require_members(name, backbone)
     return backbone
 
@@ -156,6 +207,21 @@ def _takes_device_and_dtype(function: Callable[..., object]) -> bool:
     return True
 
 
+def _require_options(name: str, load: Loader, options: Mapping[str, object]) -> None:
+    try:
+        parameters = inspect.signature(load).parameters.values()
+    except ValueError:
+        return
+    if any(p.kind is p.VAR_KEYWORD for p in parameters):
+        return
+    allowed = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
+    for option in options:
+        if option not in allowed:
+            near = difflib.get_close_matches(option, allowed, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise ValueError(f"backbone {name!r} has the options {allowed}, found {option!r}{hint}")
+
+
 def _require_members(name: str, backbone: object) -> None:
     members = {key: value for key, value in vars(Backbone).items() if not key.startswith("_")}
     missing = [key for key in members if not hasattr(backbone, key)]
@@ -169,14 +235,32 @@ def _require_members(name: str, backbone: object) -> None:
         )
 
 
-def _register_pixel(spec: PixelSpec, description: str) -> None:
+def _register_pixel(spec: PixelSpec, parameters: int, description: str) -> None:
     TRAINED[spec.name] = spec
     register_backbone(
-        BackboneEntry(spec.name, description, lambda device, dtype: build_pixel_backbone(spec, device, dtype))
+        BackboneEntry(
+            spec.name,
+            description,
+            lambda device, dtype: build_pixel_backbone(spec, device, dtype),
+            parameters=parameters,
+            licence="Apache-2.0",
+        )
     )
 
 
-_register_pixel(DIGITS_FLUX, "Flux architecture on 8x8 handwritten digits, class-conditional, trained, shipped")
+_register_pixel(DIGITS_FLUX, 0, "Flux architecture on 8x8 handwritten digits, class-conditional, trained, shipped")
 _register_pixel(
-    PHOTOS_FLUX, "Flux architecture on 32x32 crops of nine photographs, class-conditional, trained, shipped"
+    PHOTOS_FLUX, 0, "Flux architecture on 32x32 crops of nine photographs, class-conditional, trained, shipped"
 )
+_register_pixel(PHOTOS_QWEN, 0, "Qwen-Image architecture on the same photographs, class-conditional, trained, shipped")
+for _model in MODELS:
+    register_backbone(
+        BackboneEntry(
+            _model.name,
+            _model.description,
+            partial(load_pretrained, _model),
+            parameters=_model.parameters,
+            licence=_model.licence,
+            hub_id=_model.hub_id,
+        )
+    )

@@ -34,6 +34,7 @@ class FlowTraining:
 RECIPES: dict[str, FlowTraining] = {
     "digits-flux": FlowTraining(steps=3000, batch=128),
     "photos-flux": FlowTraining(steps=2500, batch=64),
+    "photos-qwen": FlowTraining(steps=2500, batch=64),
 }
 """The settings that the shipped weights were trained with."""
 
@@ -61,7 +62,6 @@ def one_cycle(optimizer: torch.optim.Optimizer, peak: float, steps: int) -> torc
 
 def train_pixel_backbone(
     spec: PixelSpec,
-    make_module: Callable[[PixelSpec], nn.Module],
     settings: FlowTraining,
     path: Path,
     *,
@@ -80,7 +80,7 @@ def train_pixel_backbone(
     generator = torch.Generator().manual_seed(settings.seed)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(settings.seed)
-        module = make_module(spec).train()
+        module = spec.build().train()
     averaged = deepcopy(module).eval().requires_grad_(False)
     optimizer = torch.optim.AdamW(module.parameters(), lr=settings.learning_rate, weight_decay=1e-2)
     schedule = one_cycle(optimizer, settings.learning_rate, settings.steps)

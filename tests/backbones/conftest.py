@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from jagg_core.backbones.pixel import DIGITS_FLUX, PixelBackbone, PixelFlux, PixelSpec, build_pixel_backbone
+from jagg_core.backbones.pixel import DIGITS_FLUX, FluxSpec, PixelBackbone, PixelSpec, build_pixel_backbone
 
-TINY = PixelSpec(
+TINY = FluxSpec(
     name="tiny-flux",
     dataset="digits",
     prompts=("a", "b", "c"),
@@ -54,7 +54,7 @@ def make_tiny(tiny_spec: PixelSpec) -> Callable[..., PixelBackbone]:
     def make(dtype: torch.dtype = torch.float32) -> PixelBackbone:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
-            module = PixelFlux(tiny_spec)
+            module = tiny_spec.build()
         return PixelBackbone(tiny_spec, module.to(dtype).eval())
 
     return make

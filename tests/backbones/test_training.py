@@ -32,7 +32,7 @@ def test_every_shipped_backbone_has_a_recipe() -> None:
 def test_a_few_steps_write_a_loadable_file(spec: PixelSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[tuple[int, float]] = []
     path = tmp_path / "w.safetensors"
-    loss = train_pixel_backbone(spec, PixelFlux, SETTINGS, path, progress=lambda *found: seen.append(found))
+    loss = train_pixel_backbone(spec, SETTINGS, path, progress=lambda *found: seen.append(found))
     assert [step for step, _ in seen] == [0, 1, 2]
     assert loss == seen[-1][1] > 0
     monkeypatch.setattr(pixel, "weights_path", lambda _: path)
@@ -43,7 +43,7 @@ def test_a_few_steps_write_a_loadable_file(spec: PixelSpec, tmp_path: Path, monk
 
 def test_a_seed_is_the_weights(spec: PixelSpec, tmp_path: Path) -> None:
     for name, seed in (("a", 0), ("b", 0), ("c", 1)):
-        train_pixel_backbone(spec, PixelFlux, replace(SETTINGS, seed=seed), tmp_path / name)
+        train_pixel_backbone(spec, replace(SETTINGS, seed=seed), tmp_path / name)
     a, b, c = (load_file(tmp_path / name) for name in "abc")
     assert a.keys() == b.keys() == c.keys()
     assert all(torch.equal(a[key].view(torch.int16), b[key].view(torch.int16)) for key in a)
@@ -52,16 +52,16 @@ def test_a_seed_is_the_weights(spec: PixelSpec, tmp_path: Path) -> None:
 
 def test_global_random_states_are_left_alone(spec: PixelSpec, tmp_path: Path) -> None:
     states = (torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist())  # type: ignore[index]
-    train_pixel_backbone(spec, PixelFlux, SETTINGS, tmp_path / "w")
+    train_pixel_backbone(spec, SETTINGS, tmp_path / "w")
     assert torch.equal(torch.get_rng_state(), states[0])
     assert random.getstate() == states[1]
     assert np.random.get_state()[1].tolist() == states[2]  # type: ignore[index]
 
 
 def test_the_weights_do_not_depend_on_what_was_drawn_before(spec: PixelSpec, tmp_path: Path) -> None:
-    train_pixel_backbone(spec, PixelFlux, SETTINGS, tmp_path / "a")
+    train_pixel_backbone(spec, SETTINGS, tmp_path / "a")
     torch.rand(7)
-    train_pixel_backbone(spec, PixelFlux, SETTINGS, tmp_path / "b")
+    train_pixel_backbone(spec, SETTINGS, tmp_path / "b")
     a, b = load_file(tmp_path / "a"), load_file(tmp_path / "b")
     assert all(torch.equal(a[key].view(torch.int16), b[key].view(torch.int16)) for key in a)
 
@@ -88,9 +88,7 @@ def test_any_number_of_steps(steps: int, spec: PixelSpec, tmp_path: Path) -> Non
 def test_training_learns(spec: PixelSpec, tmp_path: Path) -> None:
     losses: list[float] = []
     settings = FlowTraining(steps=60, batch=16, learning_rate=1e-2)
-    final = train_pixel_backbone(
-        spec, PixelFlux, settings, tmp_path / "w", progress=lambda _, loss: losses.append(loss)
-    )
+    final = train_pixel_backbone(spec, settings, tmp_path / "w", progress=lambda _, loss: losses.append(loss))
     assert final == pytest.approx(sum(losses[-3:]) / 3)
     assert sum(losses[-10:]) < 0.8 * sum(losses[:10])
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from contextvars import ContextVar
 from dataclasses import asdict, dataclass
 from importlib.resources import files
 from pathlib import Path
@@ -20,14 +20,12 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from jagg_core.backbones.repairs import ExactTimestep
 from jagg_core.policy import guided
-
-_SIGMA: ContextVar[Tensor] = ContextVar("sigma")
-"""What the running forward was told; of its own in every thread."""
 
 
 @dataclass(frozen=True)
-class PixelSpec:
+class PixelSpec(ABC):
     """What a shipped backbone is: images, packing, transformer size.
 
     Latents are ``[tokens, channels]`` with ``tokens = (size / patch)^2`` and ``channels = image_channels patch^2``:
@@ -44,10 +42,12 @@ class PixelSpec:
     std: float
     heads: int = 3
     head_dim: int = 32
-    double_blocks: int = 2
-    single_blocks: int = 4
     rope_axes: tuple[int, int, int] = (8, 12, 12)
     text_dim: int = 64
+
+    @abstractmethod
+    def build(self) -> PixelModule:
+        """The module with random weights."""
 
     @property
     def side(self) -> int:
@@ -72,61 +72,35 @@ class PixelSpec:
         return (patches.reshape(n, channels, self.size, self.size) * self.std + self.mean).clamp(0, 1)
 
 
-class PixelFlux(nn.Module):
-    """diffusers' ``FluxTransformer2DModel`` with a table of class embeddings in the place of text encoders.
+class PixelModule(nn.Module, ABC):
+    """A diffusers transformer with a table of class embeddings in the place of text encoders.
 
     The last row of the table is the empty prompt, used for classifier-free guidance.
     """
 
     transformer: Any  # a diffusers model, which carries no types
 
-    def __init__(self, spec: PixelSpec) -> None:
+    def __init__(self, transformer: nn.Module, timestep_factor: float, prompts: int, width: int) -> None:
         super().__init__()
-        from diffusers import FluxTransformer2DModel
-
-        tokens, channels = spec.latent_shape
-        self.transformer = FluxTransformer2DModel(
-            patch_size=1,
-            in_channels=channels,
-            num_layers=spec.double_blocks,
-            num_single_layers=spec.single_blocks,
-            attention_head_dim=spec.head_dim,
-            num_attention_heads=spec.heads,
-            joint_attention_dim=spec.text_dim,
-            pooled_projection_dim=spec.text_dim,
-            axes_dims_rope=spec.rope_axes,
-        )
-        self.prompt_table = nn.Embedding(len(spec.prompts) + 1, spec.text_dim)
-        rows, columns = torch.meshgrid(torch.arange(spec.side), torch.arange(spec.side), indexing="ij")
-        image_ids = torch.stack([torch.zeros(tokens), rows.flatten(), columns.flatten()], dim=-1)
-        self.register_buffer("image_ids", image_ids, persistent=False)
-        self.register_buffer("text_ids", torch.zeros(1, 3), persistent=False)
-        self.transformer.time_text_embed.register_forward_pre_hook(self._restore_timestep)
-
-    def _restore_timestep(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        # diffusers casts sigma to the model's dtype before the factor 1000: in bf16 that is off by up to 4 steps
-        return (_SIGMA.get().float() * 1000, *args[1:])
+        self.transformer = transformer
+        self.prompt_table = nn.Embedding(prompts + 1, width)
+        self.timestep = ExactTimestep(self.transformer.time_text_embed, timestep_factor)
 
     def forward(self, latents: Tensor, sigma: Tensor, class_ids: Tensor) -> Tensor:
         """Velocity ``[N, tokens, channels]`` at ``latents`` (same shape), ``sigma`` [N] in [0, 1], classes [N]."""
         dtype = self.transformer.dtype
-        text = self.prompt_table(class_ids).to(dtype)
-        _SIGMA.set(sigma)
-        return self.transformer(
-            hidden_states=latents.to(dtype),
-            encoder_hidden_states=text.unsqueeze(1),
-            pooled_projections=text,
-            timestep=sigma.to(dtype),
-            img_ids=self.image_ids,
-            txt_ids=self.text_ids,
-            return_dict=False,
-        )[0]
+        self.timestep.tell(sigma)
+        return self.call(latents.to(dtype), sigma.to(dtype), self.prompt_table(class_ids).to(dtype))
+
+    @abstractmethod
+    def call(self, latents: Tensor, sigma: Tensor, prompts: Tensor) -> Tensor:
+        """The transformer's output. All in its dtype; ``prompts``: rows ``[N, width]`` of the table."""
 
 
 class PixelPolicy:
-    """A `VelocityPolicy` over a `PixelFlux`: the prompts of a rollout, and optional classifier-free guidance."""
+    """A `VelocityPolicy` over a `PixelModule`: the prompts of a rollout, and optional classifier-free guidance."""
 
-    def __init__(self, module: PixelFlux, class_ids: Tensor, empty: int, guidance: float, name: str) -> None:
+    def __init__(self, module: PixelModule, class_ids: Tensor, empty: int, guidance: float, name: str) -> None:
         self.module = module
         self.class_ids = class_ids
         self.empty = empty
@@ -158,7 +132,7 @@ class PixelPolicy:
 class PixelBackbone:
     """A shipped backbone, loaded: the module, its prompts and its pixels."""
 
-    def __init__(self, spec: PixelSpec, module: PixelFlux) -> None:
+    def __init__(self, spec: PixelSpec, module: PixelModule) -> None:
         self.spec = spec
         self.module = module
 
@@ -193,8 +167,8 @@ class PixelBackbone:
         transformer: nn.Module = self.module.transformer
         return transformer
 
-    def policy(self, prompts: Sequence[str], guidance: float = 1.0) -> PixelPolicy:
-        """A policy for these prompts, one per sample.
+    def policy(self, prompts: Sequence[str], guidance: float | None = None) -> PixelPolicy:
+        """A policy for these prompts, one per sample. ``guidance`` None is 1: none.
 
         Raises:
             ValueError: a prompt that the backbone was not trained on; no prompts.
@@ -206,7 +180,7 @@ class PixelBackbone:
             found = prompts if isinstance(prompts, str) else unknown
             raise ValueError(f"prompts: {self.name} knows {list(self.prompts)}, found {found!r}")
         ids = torch.tensor([self.prompts.index(p) for p in prompts], device=self.device)
-        return PixelPolicy(self.module, ids, len(self.prompts), guidance, self.name)
+        return PixelPolicy(self.module, ids, len(self.prompts), 1.0 if guidance is None else guidance, self.name)
 
     def decode(self, latents: Tensor) -> Tensor:
         """Latents ``[N, tokens, channels]`` to images ``[N, C, H, W]`` in [0, 1], fp32."""
@@ -219,7 +193,7 @@ class PixelBackbone:
 
 def weights_path(name: str) -> Path:
     """Where the shipped weights of ``name`` are."""
-    return Path(str(files(__package__).joinpath("weights", f"{name}.safetensors")))
+    return Path(str(files("jagg_core.backbones").joinpath("weights", f"{name}.safetensors")))
 
 
 def build_pixel_backbone(spec: PixelSpec, device: torch.device | str, dtype: torch.dtype) -> PixelBackbone:
@@ -236,7 +210,7 @@ def build_pixel_backbone(spec: PixelSpec, device: torch.device | str, dtype: tor
     if stored != spec_json(spec):
         raise ValueError(f"{path} was trained with another configuration than {spec.name} has now: retrain it")
     with torch.random.fork_rng(devices=[]):  # the weights it starts with are drawn
-        module = PixelFlux(spec)
+        module = spec.build()
     module.load_state_dict({key: value.float() for key, value in load_file(path).items()})
     return PixelBackbone(spec, module.to(device=device, dtype=dtype).eval())
 
@@ -251,26 +225,3 @@ def save_pixel_weights(spec: PixelSpec, module: nn.Module, path: Path, notes: di
     tensors = {key: value.detach().half().contiguous() for key, value in module.state_dict().items()}
     path.parent.mkdir(parents=True, exist_ok=True)
     save_file(tensors, path, metadata={"spec": spec_json(spec), **notes})
-
-
-DIGITS_FLUX = PixelSpec(
-    name="digits-flux",
-    dataset="digits",
-    prompts=tuple("0123456789"),
-    image_channels=1,
-    size=8,
-    patch=2,
-    mean=0.305,
-    std=0.376,
-)
-
-PHOTOS_FLUX = PixelSpec(
-    name="photos-flux",
-    dataset="photos",
-    prompts=("astronaut", "cat", "coffee", "galaxies", "tissue", "retina", "rocket", "temple", "flower"),
-    image_channels=3,
-    size=32,
-    patch=4,
-    mean=0.402,
-    std=0.287,
-)

@@ -1,0 +1,176 @@
+"""FLUX.1: packed latents, T5 and CLIP text, guidance as an embedded number (dev) or none (schnell)."""
+
+from __future__ import annotations
+
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from jagg_core.backbones.pretrained.base import Configs, PretrainedBackbone, PublishedModel, Size
+from jagg_core.backbones.pretrained.text import Text, TextBatch
+from jagg_core.backbones.repairs import ExactTimestep
+from jagg_core.schedule import dynamic_mu
+
+
+class Flux(PretrainedBackbone):
+    """diffusers' ``FluxTransformer2DModel``. Latents are packed: ``[tokens, 64]``, a token per 16x16 pixels."""
+
+    transformer_class = "FluxTransformer2DModel"
+    pipeline_class = "FluxPipeline"
+    vae_class = "AutoencoderKL"
+    block_lists = ("transformer_blocks", "single_transformer_blocks")
+    lora_targets = (
+        "attn.to_q",
+        "attn.to_k",
+        "attn.to_v",
+        "attn.to_out.0",
+        "attn.add_q_proj",
+        "attn.add_k_proj",
+        "attn.add_v_proj",
+        "attn.to_add_out",
+        "ff.net.0.proj",
+        "ff.net.2",
+        "ff_context.net.0.proj",
+        "ff_context.net.2",
+    )
+    tiny = MappingProxyType(
+        {
+            "patch_size": 1,
+            "in_channels": 16,
+            "num_layers": 1,
+            "num_single_layers": 2,
+            "attention_head_dim": 8,
+            "num_attention_heads": 2,
+            "joint_attention_dim": 16,
+            "pooled_projection_dim": 16,
+            "axes_dims_rope": [2, 2, 4],
+        }
+    )
+    text_tokens = 512
+
+    @classmethod
+    def multiple(cls, configs: Configs) -> int:
+        """See `PretrainedBackbone`: VAE pixels, packed two by two."""
+        return vae_pixels(configs) * 2
+
+    @classmethod
+    def shape_of(cls, configs: Configs, size: Size) -> tuple[int, ...]:
+        """See `PretrainedBackbone`."""
+        rows, columns = cls._grid(configs, size)
+        return rows * columns, int(configs.transformer["in_channels"])
+
+    @classmethod
+    def _grid(cls, configs: Configs, size: Size) -> tuple[int, int]:
+        """Tokens per column and row."""
+        return size.height // cls.multiple(configs), size.width // cls.multiple(configs)
+
+    def exact_timestep(self) -> ExactTimestep:
+        """See `PretrainedBackbone`."""
+        return ExactTimestep(self._transformer.time_text_embed, 1000)
+
+    def schedule_arguments(self, steps: int) -> dict[str, Any]:
+        """See `PretrainedBackbone`: dev shifts with the number of tokens."""
+        return {"sigmas": np.linspace(1, 1 / steps, steps)} | token_shift(self.configs, self.latent_shape[0])
+
+    def encode(self, pipeline: Any, prompt: str) -> Text:
+        """See `PretrainedBackbone`. T5 is padded to its full length, which the model was trained to read."""
+        tokens, pooled, _ = pipeline.encode_prompt(prompt, prompt, max_sequence_length=self.max_text_tokens)
+        return Text(tokens[0], pooled[0])
+
+    def call(self, latents: Tensor, sigma: Tensor, text: TextBatch, guidance: float | None) -> Tensor:
+        """See `PretrainedBackbone`."""
+        transformer, told = self._transformer, None
+        if transformer.config.guidance_embeds:
+            if guidance is None:
+                raise ValueError(f"guidance: {self.name} embeds it and needs a number; usual: {self.model.scale}")
+            told = latents.new_full([len(latents)], guidance, dtype=torch.float32)
+        velocity: Tensor = transformer(
+            hidden_states=latents,
+            timestep=sigma,
+            guidance=told,
+            pooled_projections=text.pooled,
+            encoder_hidden_states=text.tokens,
+            txt_ids=latents.new_zeros(text.tokens.shape[1], 3),
+            img_ids=grid_ids(*self._grid(self.configs, self.size), latents),
+            return_dict=False,
+        )[0]
+        return velocity
+
+    def decode_latents(self, vae: Any, latents: Tensor) -> Tensor:
+        """See `PretrainedBackbone`."""
+        unpacked = unpack(latents, *self._grid(self.configs, self.size))
+        images: Tensor = vae.decode(unpacked / vae.config.scaling_factor + vae.config.shift_factor, return_dict=False)[
+            0
+        ]
+        return images
+
+
+def vae_pixels(configs: Configs) -> int:
+    """Pixels per latent, for VAEs that halve the image between their levels."""
+    return int(2 ** (len(configs.vae["block_out_channels"]) - 1))
+
+
+def token_shift(configs: Configs, image_tokens: int) -> dict[str, float]:
+    """``mu`` for a scheduler that shifts with the number of tokens, nothing for another."""
+    scheduler = configs.scheduler
+    if not scheduler.get("use_dynamic_shifting"):
+        return {}
+    names = ("base_image_seq_len", "max_image_seq_len", "base_shift", "max_shift")
+    ends = (scheduler.get(name, usual) for name, usual in zip(names, (256, 4096, 0.5, 1.15), strict=True))
+    return {"mu": dynamic_mu(image_tokens, *ends)}
+
+
+def grid_ids(rows: int, columns: int, like: Tensor) -> Tensor:
+    """Positions ``[rows * columns, 3]`` of packed tokens: zero, row, column."""
+    row, column = torch.meshgrid(torch.arange(rows), torch.arange(columns), indexing="ij")
+    return torch.stack([torch.zeros_like(row), row, column], dim=-1).reshape(-1, 3).to(like)
+
+
+def unpack(latents: Tensor, rows: int, columns: int) -> Tensor:
+    """Packed tokens ``[N, rows * columns, 4 C]`` to latents ``[N, C, 2 rows, 2 columns]``."""
+    channels = latents.shape[-1] // 4
+    squares = latents.reshape(len(latents), rows, columns, channels, 2, 2).permute(0, 3, 1, 4, 2, 5)
+    return squares.reshape(len(latents), channels, 2 * rows, 2 * columns)
+
+
+_CONFIG = {
+    "patch_size": 1,
+    "in_channels": 64,
+    "num_layers": 19,
+    "num_single_layers": 38,
+    "attention_head_dim": 128,
+    "num_attention_heads": 24,
+    "joint_attention_dim": 4096,
+    "pooled_projection_dim": 768,
+    "axes_dims_rope": [16, 56, 56],
+}
+
+MODELS = (
+    PublishedModel(
+        name="flux-dev",
+        hub_id="black-forest-labs/FLUX.1-dev",
+        licence="FLUX.1 [dev] Non-Commercial",
+        parameters=11_901_408_320,
+        config=MappingProxyType(_CONFIG | {"guidance_embeds": True}),
+        family=Flux,
+        guidance="embedded",
+        scale=3.5,
+        size=Size(512, 512),
+        description="FLUX.1 [dev], text to image, guidance embedded",
+    ),
+    PublishedModel(
+        name="flux-schnell",
+        hub_id="black-forest-labs/FLUX.1-schnell",
+        licence="Apache-2.0",
+        parameters=11_891_178_560,
+        config=MappingProxyType(_CONFIG | {"guidance_embeds": False}),
+        family=Flux,
+        guidance="none",
+        scale=1.0,
+        size=Size(512, 512),
+        description="FLUX.1 [schnell], text to image in few steps, no guidance",
+    ),
+)

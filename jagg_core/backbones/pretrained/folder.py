@@ -1,0 +1,150 @@
+"""A model folder in diffusers' layout, local or from the hub: found, looked through, and read before any weight is."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from functools import cached_property
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+PATTERNS = ("*.json", "*.safetensors", "*.txt", "*.model", "*.jinja")
+"""What is fetched from the hub: no pickled weights, no code."""
+
+_EDGE = 1 << 16
+
+
+@dataclass(frozen=True)
+class ModelFolder:
+    """A folder with ``transformer/``, ``vae/``, ``scheduler/`` and text encoders, as ``save_pretrained`` writes it."""
+
+    path: Path
+
+    def config(self, part: str) -> dict[str, Any]:
+        """The configuration of a part (transformer, vae, scheduler).
+
+        Raises:
+            ValueError: there is none, or it cannot be read.
+        """
+        file = self.path / part / ("scheduler_config.json" if part == "scheduler" else "config.json")
+        if not file.is_file():
+            found = sorted(p.name for p in self.path.iterdir())
+            raise ValueError(
+                f"path: {self.path} has no {file.relative_to(self.path)}; it must be a folder in diffusers' layout "
+                f"(model_index.json beside transformer/, vae/, ...), found {found[:12]}"
+            )
+        try:
+            read = json.loads(file.read_text(encoding="utf-8"))
+        except (UnicodeDecodeError, json.JSONDecodeError) as error:
+            raise ValueError(f"path: {file} is not a JSON file: {error}") from error
+        if not isinstance(read, dict):
+            raise ValueError(f"path: {file} must hold a JSON object, found {type(read).__name__}")
+        return read
+
+    def require_class(self, part: str, expected: str) -> None:
+        """Check that a part's configuration is of the class ``expected``.
+
+        Raises:
+            ValueError: it is of another: another model's folder.
+        """
+        found = self.config(part).get("_class_name")
+        if found != expected:
+            raise ValueError(f"path: {self.path / part} must hold a {expected}, found {found}: another model's folder?")
+
+    def check_weights(self) -> None:
+        """Check that every safetensors file is as long as its header says, and that no shard is missing.
+
+        Raises:
+            ValueError: names the first file that is not.
+        """
+        for index in sorted(self.path.glob("*/*.safetensors.index.json")):
+            for shard in sorted(set(json.loads(index.read_text())["weight_map"].values())):
+                if not (index.parent / shard).is_file():
+                    raise ValueError(f"path: {index.parent / shard} is missing, which {index.name} names: {_AGAIN}")
+        for file in sorted(self.path.glob("*/*.safetensors")):
+            expected, found = _safetensors_size(file), file.stat().st_size
+            if expected != found:
+                raise ValueError(
+                    f"path: {file} is damaged: {expected:,} bytes by its header, found {found:,}: {_AGAIN}"
+                )
+        if not list((self.path / "transformer").glob("*.safetensors")):
+            kinds = sorted(p.name for p in (self.path / "transformer").iterdir())
+            raise ValueError(f"path: {self.path / 'transformer'} has no safetensors weights, found {kinds}")
+
+    @cached_property
+    def text_fingerprint(self) -> str:
+        """What tells text encoders and tokenizers of one folder from another's: sizes and both ends of their files."""
+        digest = blake2b(digest_size=12)
+        parts = [p for p in sorted(self.path.iterdir()) if p.name.startswith(("text_encoder", "tokenizer"))]
+        for file in (f for part in parts for f in sorted(part.rglob("*")) if f.is_file()):
+            size = file.stat().st_size
+            digest.update(f"{file.relative_to(self.path).as_posix()} {size} ".encode())
+            with file.open("rb") as stream:
+                digest.update(stream.read(_EDGE))
+                stream.seek(max(0, size - _EDGE))
+                digest.update(stream.read())
+        return digest.hexdigest()
+
+
+_AGAIN = "fetch it again"
+
+
+def _safetensors_size(file: Path) -> int:
+    """How long a safetensors file is by its own header; -1 if that cannot be read."""
+    with file.open("rb") as stream:
+        length = int.from_bytes(stream.read(8), "little")
+        if length > 100_000_000:  # the format's own limit
+            return -1
+        try:
+            header = json.loads(stream.read(length))
+        except (UnicodeDecodeError, json.JSONDecodeError):
+            return -1
+    ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
+    return 8 + length + max(ends, default=0)
+
+
+def find_folder(hub_id: str, path: str | None = None, revision: str | None = None) -> ModelFolder:
+    """The folder ``path`` if it is one; else the hub's ``path`` or ``hub_id`` at ``revision``, fetched or in the cache.
+
+    A local folder needs no hub. From the hub come safetensors, configurations and tokenizers only.
+
+    Raises:
+        ValueError: no such folder or repository, no access to a gated one, or no connection; says what to do.
+    """
+    name = hub_id if path is None else path
+    if path is not None and Path(path).expanduser().is_dir():
+        if revision is not None:
+            raise ValueError(f"revision is for models of the hub, and {path} is a local folder, found {revision!r}")
+        return ModelFolder(Path(path).expanduser())
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        HfHubHTTPError,
+        HFValidationError,
+        LocalEntryNotFoundError,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+    )
+
+    local = "or give a local folder: path=FOLDER"
+    if path is not None and (path.startswith((".", "~", "/")) or path.count("/") > 1):
+        raise ValueError(f"path: there is no folder {path}; allowed: a folder in diffusers' layout, or a hub id")
+    try:
+        return ModelFolder(Path(snapshot_download(name, revision=revision, allow_patterns=list(PATTERNS))))
+    except GatedRepoError as error:
+        raise ValueError(
+            f"{name} is gated: accept its licence at https://huggingface.co/{name}, then log in with `hf auth login`, "
+            f"{local}"
+        ) from error
+    except RevisionNotFoundError as error:
+        raise ValueError(f"revision: {name} has no {revision!r} (a branch, tag or commit)") from error
+    except (RepositoryNotFoundError, HFValidationError) as error:
+        raise ValueError(
+            f"path: no folder and no model of the hub is called {name!r}; a private one needs a login"
+        ) from error
+    except (LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
+        raise ValueError(
+            f"{name} is not on this machine and the hub cannot be reached ({type(error).__name__}): "
+            f"connect once, {local}"
+        ) from error

@@ -1,0 +1,36 @@
+"""LoRA by peft, through diffusers' own adapter interface."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+
+def add_lora(transformer: Any, targets: Sequence[str], rank: int, alpha: int | None = None, seed: int = 0) -> None:
+    """Freeze ``transformer`` and add a trainable LoRA to its layers ``targets``; ``alpha`` None is twice the rank.
+
+    The A matrices are Gaussian (``seed``), the B matrices zero: the velocity is unchanged at first. Both stay in fp32
+    under a half-precision transformer, as diffusers' training scripts keep them.
+
+    Raises:
+        ValueError: peft is missing, or the transformer has none of the layers.
+    """
+    try:
+        from peft import LoraConfig
+    except ImportError as error:
+        raise ValueError("lora_rank needs peft: pip install 'jagg-core[pretrained]'") from error
+    transformer.requires_grad_(False)
+    config = LoraConfig(
+        r=rank,
+        lora_alpha=2 * rank if alpha is None else alpha,
+        init_lora_weights="gaussian",
+        target_modules=list(targets),
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        transformer.add_adapter(config)
+    for parameter in transformer.parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.float()

@@ -1,0 +1,171 @@
+"""What holds for every published model, on a tiny folder of it: the pipeline's samples, and the contract."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import pytest
+import torch
+
+from jagg_core import (
+    ClippedSurrogate,
+    DanceSDE,
+    accumulate_gradients,
+    dance_schedule,
+    exact_plan,
+    initial_latents,
+    jagg_plan,
+    rollout,
+    sample_ode,
+)
+from jagg_core.backbones import load_backbone
+from jagg_core.backbones.check import check_backbone
+from jagg_core.backbones.pretrained import MODELS, PretrainedBackbone
+from tests.backbones.pretrained.conftest import PROMPTS, TINY
+
+Folders = Callable[[str], Path]
+NAMES = sorted(TINY)
+CONTRASTING = [m.name for m in MODELS if m.guidance == "cfg" and m.name in TINY]
+STEPS = 4
+ADVANTAGES = torch.tensor([1.0, -0.5, 0.3])
+
+
+def load(folders: Folders, name: str, dtype: torch.dtype = torch.float32, **options: Any) -> PretrainedBackbone:
+    backbone = load_backbone(name, dtype=dtype, path=str(folders(name)), **(TINY[name].options | options))
+    assert isinstance(backbone, PretrainedBackbone)
+    return backbone
+
+
+def noise(backbone: PretrainedBackbone, samples: int = len(PROMPTS)) -> torch.Tensor:
+    return initial_latents(backbone.latent_shape, 0, range(samples))
+
+
+def run_pipeline(backbone: PretrainedBackbone, latents: torch.Tensor, **settings: Any) -> torch.Tensor:
+    """What diffusers' own pipeline makes of the same noise, prompts and steps."""
+    tiny, path = TINY[backbone.name], backbone.folder.path
+    pipeline = getattr(diffusers, backbone.pipeline_class).from_pretrained(path, local_files_only=True)
+    scheduler = diffusers.FlowMatchEulerDiscreteScheduler.from_config(backbone.scheduler_config())
+    pipeline.register_modules(scheduler=scheduler)
+    pipeline.set_progress_bar_config(disable=True)
+    size = backbone.size
+    if tiny.guidance_name is not None:
+        settings = {tiny.guidance_name: backbone.model.scale} | settings
+    if size.frames > 1:
+        settings["num_frames"] = size.frames
+    if backbone.model.guidance == "cfg":
+        settings["negative_prompt"] = [backbone.negative] * len(latents)
+    final: torch.Tensor = pipeline(
+        prompt=list(PROMPTS),
+        latents=latents.clone(),
+        num_inference_steps=STEPS,
+        height=size.height,
+        width=size.width,
+        return_dict=False,
+        **({"output_type": "latent"} | tiny.arguments | settings),
+    )[0]
+    return final
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_sampling_equals_the_pipeline(name: str, folders: Folders) -> None:
+    backbone = load(folders, name)
+    latents = noise(backbone)
+    ours = sample_ode(backbone.policy(PROMPTS), backbone.schedule(STEPS), latents)
+    torch.testing.assert_close(ours, run_pipeline(backbone, latents).reshape(ours.shape), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_contract(name: str, dtype: torch.dtype, folders: Folders) -> None:
+    prompts = folders(name).parent / "prompts.txt"
+    prompts.write_text("\n".join(PROMPTS))
+    findings = check_backbone(load(folders, name, dtype, prompts=str(prompts)))
+    assert [f"{f.name}: {f.text} {f.value}" for f in findings if not f.ok] == []
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_prompt_in_a_batch_equals_the_prompt_alone(name: str, folders: Folders) -> None:
+    backbone = load(folders, name)
+    latents, sigma = noise(backbone), torch.tensor([0.9, 0.5, 0.2])
+    together = backbone.policy(PROMPTS).velocity(latents, sigma, torch.arange(3))
+    for row, prompt in enumerate(PROMPTS):
+        alone = backbone.policy([prompt]).velocity(latents[row : row + 1], sigma[row : row + 1], torch.zeros(1).long())
+        torch.testing.assert_close(together[row : row + 1], alone, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", CONTRASTING)
+def test_guidance_in_one_call_equals_two(name: str, folders: Folders) -> None:
+    one, two = (load(folders, name, calls=calls) for calls in ("batched", "separate"))
+    latents, sigma, rows = noise(one), torch.tensor([0.9, 0.5, 0.2]), torch.arange(3)
+    together, apart = (backbone.policy(PROMPTS).velocity(latents, sigma, rows) for backbone in (one, two))
+    torch.testing.assert_close(together, apart, atol=1e-5, rtol=1e-5)
+    assert not torch.allclose(together, one.policy(PROMPTS, 1.0).velocity(latents, sigma, rows), atol=1e-4)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_lora_alone_is_trained(name: str, dtype: torch.dtype, folders: Folders) -> None:
+    plain, backbone = load(folders, name, dtype), load(folders, name, dtype, lora_rank=2)
+    policy, latents = backbone.policy(PROMPTS), noise(backbone)
+    sigma, rows = torch.tensor([0.9, 0.5, 0.2]), torch.arange(3)
+    with torch.no_grad():
+        torch.testing.assert_close(
+            policy.velocity(latents, sigma, rows), plain.policy(PROMPTS).velocity(latents, sigma, rows)
+        )
+        for key, parameter in backbone.transformer.named_parameters():
+            if "lora_B" in key:
+                parameter.fill_(0.01)
+    trajectory = rollout(policy, dance_schedule(6), DanceSDE(0.7), latents, seed=0)
+    gradients = []
+    for plan in (exact_plan(trajectory.sigmas), jagg_plan(trajectory.sigmas, window=2, jagg_frac=1.0)):
+        accumulate_gradients(policy, trajectory, ADVANTAGES, plan, ClippedSurrogate(0.2), upstream="autograd")
+        found = {key: p.grad for key, p in backbone.transformer.named_parameters() if p.grad is not None}
+        backbone.transformer.zero_grad(set_to_none=True)
+        gradients.append(found)
+    exact, pairs = gradients
+    adapters = {key for key, _ in backbone.transformer.named_parameters() if "lora_" in key}
+    assert exact.keys() == pairs.keys() and len(exact) > 0 and exact.keys() <= adapters
+    assert {p.dtype for key, p in backbone.transformer.named_parameters() if key in adapters} == {torch.float32}
+    difference = sum((exact[key] - pairs[key]).square().sum() for key in exact)
+    size = sum(exact[key].square().sum() for key in exact)
+    assert size > 0 and difference / size < 1e-8
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_is_decoded_equals_the_pipeline(name: str, folders: Folders) -> None:
+    backbone = load(folders, name)
+    latents = noise(backbone)
+    final = sample_ode(backbone.policy(PROMPTS), backbone.schedule(STEPS), latents)
+    theirs = torch.as_tensor(run_pipeline(backbone, latents, output_type="pt"))
+    theirs = theirs.movedim(1, 2) if theirs.ndim == 5 else theirs.unsqueeze(2)  # videos come as [N, F, C, H, W]
+    torch.testing.assert_close(backbone.decode_video(final), theirs, atol=1e-4, rtol=1e-4)
+    assert backbone.decode(final).shape == (3, 3, backbone.size.height, backbone.size.width)
+
+
+@pytest.mark.parametrize("model", MODELS, ids=lambda m: m.name)
+def test_parameters_of_the_published_configuration(model: Any) -> None:
+    build = getattr(diffusers, model.family.transformer_class).from_config
+    with torch.device("meta"):
+        transformer = build(dict(model.config))
+    copies = 2 if model.family.pipeline_class == "WanPipeline" and "2.2-T2V-A14B" in model.hub_id else 1
+    assert sum(p.numel() for p in transformer.parameters()) * copies == model.parameters
+    assert len(model.config) > 5 and model.licence and model.description
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_blocks_are_all_but_the_ends(name: str, folders: Folders) -> None:
+    backbone = load(folders, name)
+    inside = {id(p) for block in backbone.blocks for p in block.parameters()}
+    assert len(backbone.blocks) == len({id(block) for block in backbone.blocks}) >= 1
+    repeated = set(getattr(backbone.transformer, "_repeated_blocks", ()) or ())
+    assert repeated <= {type(block).__name__ for block in backbone.blocks}
+    assert 0.5 * sum(p.numel() for p in backbone.transformer.parameters()) < sum(
+        p.numel() for p in backbone.transformer.parameters() if id(p) in inside
+    )
+
+
+def test_every_model_has_a_tiny_folder() -> None:
+    assert {m.name for m in MODELS} == TINY.keys()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from analysis.report import write_report
 from analysis.reproduce import Reproduce
 from analysis.study import Study
 from analysis.workload import Recipe
+from jagg_core.flags import add_flags, given
 from jagg_core.records import Record, RecordError, require_writable
 
 REPORT_EXAMPLE = "example: python -m analysis report results/photos-flux"
@@ -57,8 +57,8 @@ def parser() -> argparse.ArgumentParser:
     for name, (kind, _, ending, about) in COMMANDS.items():
         example = f"example: python -m analysis {name} --backbone photos-flux --etas 0.7 --out results/photos{ending}"
         command = commands.add_parser(name, help=about, epilog=example)
-        for owner in (kind, Recipe):
-            _add_flags(command, owner)
+        add_flags(command, kind, skip=["recipe"])
+        add_flags(command, Recipe)
         command.add_argument("--quick", action="store_true", help="a smoke run: every part, few rollouts")
         command.add_argument("--out", type=Path, default=None, help=f"run folder, default results/BACKBONE{ending}")
     report = commands.add_parser("report", help="rebuild tables, figures and page of a run", epilog=REPORT_EXAMPLE)
@@ -66,29 +66,11 @@ def parser() -> argparse.ArgumentParser:
     return top
 
 
-def _add_flags(command: argparse.ArgumentParser, owner: type[Any]) -> None:
-    """A flag for every setting of a dataclass."""
-    for field in fields(owner):
-        if field.name == "recipe":
-            continue
-        default: Any = field.default
-        flag = "--" + field.name.replace("_", "-")
-        kind = type(default[0]) if isinstance(default, tuple) else type(default)
-        many: dict[str, Any] = {"nargs": "*"} if isinstance(default, tuple) else {}
-        shown = " ".join(map(str, default)) if isinstance(default, tuple) else default
-        command.add_argument(flag, type=kind, default=None, help=f"default {shown}", **many)
-
-
 def settings_from(arguments: argparse.Namespace) -> Study:
     """Settings from flags; flags that were not given keep their defaults, or those of ``--quick``."""
     kind = COMMANDS[arguments.command][0]
-    given: dict[str, Any] = {
-        k: tuple(v) if isinstance(v, list) else v for k, v in vars(arguments).items() if v is not None
-    }
-    recipe = Recipe(**{f.name: given[f.name] for f in fields(Recipe) if f.name in given})
     chosen = QUICK[kind] if arguments.quick else {}
-    own = {f.name: given[f.name] for f in fields(kind) if f.name in given}
-    return kind(recipe=recipe, **{**chosen, **own})
+    return kind(recipe=Recipe(**given(arguments, Recipe)), **{**chosen, **given(arguments, kind)})
 
 
 def show(run_folder: Path) -> int:

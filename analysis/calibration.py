@@ -200,9 +200,9 @@ def recommend_signal(record: Record, signal: pd.DataFrame) -> tuple[str, str | N
     rivals = signal[signal["family"].isin(["subsample", "window", "half"]) & (signal["verdict"] == "kept")]
     if len(rivals):
         best = rivals.sort_values("passes").iloc[0]
-        text += f"; of the rivals '{best['label']}' keeps it with {best['passes']} passes"
+        text += f"; of the rivals '{best['label']}' surely keeps it with {best['passes']} passes"
     else:
-        text += "; none of the rivals that train on some steps only keeps it"
+        text += "; none of the rivals that train on some steps only surely keeps it"
     return text + ".", str(row["estimator"])
 
 

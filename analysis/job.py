@@ -25,7 +25,7 @@ from analysis.statistics import leak_test
 from analysis.store import Arrays, Store
 from analysis.study import Study
 from analysis.workload import Batch, Recipe, check_prompts, make_batch, rollout_seed
-from jagg_core import ClippedSurrogate, DanceSDE, Plan, dance_schedule, exact_plan
+from jagg_core import ClippedSurrogate, DanceSDE, Plan, exact_plan
 from jagg_core.backbones import load_backbone
 from jagg_core.images import image_grid, png_bytes
 from jagg_core.plan import groups_of
@@ -54,10 +54,12 @@ class Job:
         self.settings = settings
         self.out = out
         self.store = Store(store)
-        self.backbone = load_backbone(settings.backbone, settings.device, getattr(torch, settings.dtype))
+        self.backbone = load_backbone(
+            settings.backbone, settings.device, getattr(torch, settings.dtype), **settings.loading
+        )
         check_prompts(recipe, self.backbone)
         self.reward = load_reward(settings.reward, dataset=self.backbone.dataset, device=settings.device)
-        self.sigmas = dance_schedule(recipe.steps, recipe.shift)[:-2]
+        self.sigmas = recipe.sigmas(self.backbone)[:-2]
         self.objective = ClippedSurrogate()
         automatic = min(4, torch.get_num_threads()) if self.backbone.device.type == "cpu" else 1
         self.workers = settings.workers or automatic

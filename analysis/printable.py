@@ -6,7 +6,7 @@ from typing import Any
 
 import pandas as pd
 
-from analysis import figures
+from analysis import figures, shipped
 from analysis.bank import CENTRINGS
 from analysis.blocks import ordered_blocks
 
@@ -85,6 +85,17 @@ def printable(frames: dict[str, pd.DataFrame]) -> dict[str, pd.DataFrame]:
                 "batches": leak["n"],
             }
         )
+    compared = frames["side_by_side"]
+    if len(compared):
+        columns: dict[str, Any] = {"backbone": compared["backbone"], "eta": compared["eta"].map("{:g}".format)}
+        for window in shipped.COMPARED_WINDOWS:
+            name = f"jagg_frac_w{window}"
+            columns[f"jagg_frac, W = {window}"] = [interval_text(r, name, 2) for _, r in compared.iterrows()]
+        for passes in shipped.COMPARED_PASSES:
+            name = f"causal_{passes}"
+            columns[f"cosine of causal, {passes} passes"] = [interval_text(r, name) for _, r in compared.iterrows()]
+        columns |= {name: compared[name].map(_whole) for name in compared.columns if name.startswith("passes for ")}
+        shown["side_by_side"] = pd.DataFrame(columns)
     speed = frames["speed"]
     if len(speed):
         milliseconds = {

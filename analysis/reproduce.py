@@ -87,6 +87,8 @@ def run(settings: Reproduce, out: Path) -> Record:
         knots = job.search_knots(eta)
         if knots is not None:
             job.evaluate(eta, knots, _shipped_plans(job, eta))
+            with recorded(job.record.cells, f"eta={eta:g}/side-by-side", eta=eta) as cell:
+                cell.values = {"rows": shipped.side_by_side(eta, job.sigmas)}
             if eta == settings.etas[0]:
                 job.test_leak(eta, knots, settings.leak_batches)
     job.contact_sheet()
@@ -119,11 +121,14 @@ def time_groups(settings: Reproduce, out: Path) -> None:
             ("eta", settings.etas[0]),
             ("steps", settings.recipe.steps),
             ("shift", settings.recipe.shift),
+            ("schedule", settings.recipe.schedule),
             ("device", settings.device),
             ("dtype", settings.dtype),
             ("seed", settings.recipe.seed),
         ):
             command += [f"--{flag}", str(value)]
+        if name == settings.backbone and settings.backbone_options:
+            command += ["--backbone-options", *settings.backbone_options]
         done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
         if not target.exists():
             cells = [Cell("speed", "failed", f"python -m bench group ended with exit code {done.returncode}")]

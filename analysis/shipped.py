@@ -14,6 +14,10 @@ from jagg_core.records import RecordError, read_json
 FOLDER = Path(__file__).resolve().parent.parent / "results" / "reference"
 PASSES = (10, 8, 6, 5)
 """Of the shipped causal plans that the main job judges again."""
+COMPARED_PASSES = (8, 5)
+"""Of the causal plans that stand side by side for all shipped calibrations."""
+COMPARED_WINDOWS = (4, 5)
+"""Of the paper's rule, likewise."""
 
 
 def path(backbone: str, eta: float) -> Path:
@@ -37,6 +41,38 @@ def read(backbone: str, eta: float, sigmas: Tensor) -> dict[str, Any] | None:
     if schedule.shape != sigmas.shape or (schedule - sigmas).abs().max() > 1e-6:
         return None
     return dict(data)
+
+
+def side_by_side(eta: float, sigmas: Tensor) -> list[dict[str, Any]]:
+    """What every shipped calibration at this eta and schedule found, one row per backbone.
+
+    Columns: jagg_frac by window and held-out cosines of causal plans by passes, with their intervals; passes that the
+    calibration recommends by each of its targets (None: no plan reaches it).
+
+    Raises:
+        RecordError: one is damaged.
+    """
+    rows = []
+    for file in sorted(FOLDER.glob(f"*-calibration/calibration-eta{eta:g}.json")):
+        backbone = file.parent.name.removesuffix("-calibration")
+        found = read(backbone, eta, sigmas)
+        if found is None:
+            continue
+        row: dict[str, Any] = {"backbone": backbone, "eta": eta}
+        for window in COMPARED_WINDOWS:
+            one = found.get("windows", {}).get(str(window), {})
+            low, high = one.get("jagg_frac_ci", (None, None))
+            row |= _columns(f"jagg_frac_w{window}", one.get("jagg_frac"), low, high)
+        for passes in COMPARED_PASSES:
+            held_out = found["plans"]["causal"].get(str(passes), {}).get("held_out_cosine") or {}
+            row |= _columns(f"causal_{passes}", *(held_out.get(key) for key in ("value", "low", "high")))
+        row["recommended"] = {target: one.get("passes") for target, one in found.get("recommended", {}).items()}
+        rows.append(row)
+    return rows
+
+
+def _columns(name: str, value: Any, low: Any, high: Any) -> dict[str, Any]:
+    return {name: value, f"{name}_low": low, f"{name}_high": high}
 
 
 def estimators(calibration: dict[str, Any], sigmas: Tensor) -> list[Estimator]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from analysis.collect import SpaceName
 from analysis.spaces import DIMENSION
 from analysis.workload import Recipe
-from jagg_core.backbones import check_backbone_name
+from jagg_core.backbones import read_options
 from jagg_core.checks import require_at_least
 from jagg_core.plan import groups_of, routed_groups
 
@@ -26,6 +26,7 @@ class Study:
     """
 
     backbone: str = "photos-flux"
+    backbone_options: tuple[str, ...] = ()
     etas: tuple[float, ...] = (0.7,)
     windows: tuple[int, ...] = (4, 5)
     jagg_frac: float = 0.6
@@ -42,7 +43,7 @@ class Study:
     recipe: Recipe = field(default_factory=Recipe)
 
     def __post_init__(self) -> None:
-        check_backbone_name(self.backbone)
+        read_options(self.backbone, self.backbone_options)
         for name, low in (("calibration_batches", 1), ("evaluation_batches", 2)):
             counts = getattr(self, name)
             if not counts or min(counts) < low:
@@ -67,6 +68,11 @@ class Study:
             raise ValueError(f"space must be auto, exact or projected, found {self.space!r}")
         if self.dtype not in ("float64", "float32", "bfloat16", "float16"):
             raise ValueError(f"dtype must be float64, float32, bfloat16 or float16, found {self.dtype!r}")
+
+    @property
+    def loading(self) -> dict[str, object]:
+        """``backbone_options`` (``option=value``) as arguments of `load_backbone`."""
+        return read_options(self.backbone, self.backbone_options)
 
     @property
     def reach(self) -> tuple[int | None, int | None]:

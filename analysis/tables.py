@@ -148,6 +148,17 @@ def leak(record: Record) -> pd.DataFrame:
     )
 
 
+def side_by_side(record: Record) -> pd.DataFrame:
+    """What the shipped calibrations found, one row per backbone; empty unless there are two to compare."""
+    rows = []
+    for cell in record.cells:
+        if cell.name.endswith("/side-by-side") and cell.status == "ok" and len(cell.values["rows"]) > 1:
+            for row in cell.values["rows"]:
+                targets = {f"passes for {target}": passes for target, passes in row["recommended"].items()}
+                rows.append({key: value for key, value in row.items() if key != "recommended"} | targets)
+    return pd.DataFrame(rows)
+
+
 def speed(records: list[Record]) -> pd.DataFrame:
     """Seconds per group (median over rounds) by phase, and speed-up over exact: ratio of medians, paired by round."""
     rows = []
@@ -194,6 +205,7 @@ def all_tables(record: Record, speed_records: list[Record]) -> dict[str, pd.Data
         "knots": knots(record),
         "floor": floor(record),
         "leak": leak(record),
+        "side_by_side": side_by_side(record),
         "speed": speed(speed_records),
         "failures": failures([record, *speed_records]),
     }

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from jagg_core import DanceSDE, Trajectory, VelocityPolicy, dance_schedule, group_advantages, initial_latents, rollout
-from jagg_core.backbones import Backbone
+from jagg_core import DanceSDE, Trajectory, VelocityPolicy, group_advantages, initial_latents, rollout
+from jagg_core.backbones import Backbone, ScheduleName, check_schedule, schedule_of
 from jagg_core.checks import require_at_least
 from jagg_core.rewards import Reward, score
 from jagg_core.seeding import derive_seed, generator_for
@@ -16,7 +16,7 @@ from jagg_core.seeding import derive_seed, generator_for
 
 @dataclass(frozen=True)
 class Recipe:
-    """How rollouts are made.
+    """How rollouts are made. ``guidance`` None is the backbone's usual one; ``shift`` is the schedule ``dance``'s.
 
     Raises:
         ValueError: a setting out of range.
@@ -24,19 +24,24 @@ class Recipe:
 
     steps: int = 21
     shift: float = 3.0
+    schedule: ScheduleName = "dance"
     prompts: int = 2
     samples: int = 3
-    guidance: float = 1.0
+    guidance: float | None = None
     seed: int = 0
 
     def __post_init__(self) -> None:
         require_at_least(self, steps=3, prompts=1, samples=2)
-        dance_schedule(self.steps, self.shift)
+        check_schedule(self.schedule, self.steps, self.shift)
 
     @property
     def batch(self) -> int:
         """Samples per rollout batch."""
         return self.prompts * self.samples
+
+    def sigmas(self, backbone: Backbone) -> Tensor:
+        """The schedule of a rollout, ``[steps + 1]``."""
+        return schedule_of(backbone, self.schedule, self.steps, self.shift)
 
 
 @dataclass(frozen=True)
@@ -75,6 +80,6 @@ def make_batch(backbone: Backbone, reward: Reward, recipe: Recipe, eta: float, p
     prompts = [backbone.prompts[i] for i in prompt_ids.tolist()]
     policy = backbone.policy(prompts, recipe.guidance)
     latents = initial_latents(backbone.latent_shape, seed, range(recipe.batch)).to(backbone.device)
-    trajectory = rollout(policy, dance_schedule(recipe.steps, recipe.shift), DanceSDE(eta), latents, seed)
+    trajectory = rollout(policy, recipe.sigmas(backbone), DanceSDE(eta), latents, seed)
     rewards = score(reward, backbone.decode(trajectory.final), prompts)
     return Batch(seed, policy, trajectory, prompts, rewards, group_advantages(rewards, prompt_ids.to(rewards.device)))

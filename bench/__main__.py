@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import fields
 from pathlib import Path
 
 from tqdm import tqdm
 
 from bench.group import GroupBench, run_group_bench
+from jagg_core.flags import add_flags, given
 from jagg_core.records import require_writable
 
 GROUP_EXAMPLE = "example: python -m bench group --backbone digits-flux --batch 16 --window 5 --out results/speed.json"
@@ -23,12 +23,7 @@ def parser() -> argparse.ArgumentParser:
         help="forward, upstream and backward time of one group of steps, arms interleaved",
         epilog=GROUP_EXAMPLE,
     )
-    for field in fields(GroupBench):
-        flag = "--" + field.name.replace("_", "-")
-        if isinstance(field.default, bool):
-            group.add_argument(flag, action="store_true")
-        else:
-            group.add_argument(flag, type=type(field.default), default=field.default, help=f"default {field.default}")
+    add_flags(group, GroupBench)
     group.add_argument("--out", type=Path, required=True, help="record to write (JSON)")
     return top
 
@@ -38,7 +33,7 @@ def main(argv: list[str] | None = None) -> None:
     top = parser()
     arguments = top.parse_args(argv)
     try:
-        settings = GroupBench(**{f.name: getattr(arguments, f.name) for f in fields(GroupBench)})
+        settings = GroupBench(**given(arguments, GroupBench))
         require_writable(arguments.out)
         with tqdm(total=settings.rounds + 8, desc=f"time {settings.backbone}") as bar:
             record = run_group_bench(settings, progress=lambda _: bar.update())

@@ -17,14 +17,13 @@ from jagg_core import (
     Trajectory,
     VelocityPolicy,
     accumulate_gradients,
-    dance_schedule,
     endpoint_plan,
     exact_plan,
     initial_latents,
     jagg_plan,
     rollout,
 )
-from jagg_core.backbones import Backbone, check_backbone_name, load_backbone
+from jagg_core.backbones import Backbone, ScheduleName, check_schedule, load_backbone, read_options, schedule_of
 from jagg_core.checks import require_at_least
 from jagg_core.objective import upstream_closed_form
 from jagg_core.records import Cell, Record, command_line, environment, recorded
@@ -44,6 +43,7 @@ class GroupBench:
     """
 
     backbone: str = "digits-flux"
+    backbone_options: tuple[str, ...] = ()
     window: int = 5
     batch: int = 16
     rounds: int = 15
@@ -51,18 +51,19 @@ class GroupBench:
     eta: float = 0.7
     steps: int = 21
     shift: float = 3.0
+    schedule: ScheduleName = "dance"
     checkpointing: bool = False
     device: str = "cpu"
     dtype: str = "float32"
     seed: int = 0
 
     def __post_init__(self) -> None:
-        check_backbone_name(self.backbone)
+        read_options(self.backbone, self.backbone_options)
         require_at_least(self, window=2, batch=1, rounds=2, warmup=1, steps=3)
         if self.window > self.steps - 1:
             raise ValueError(f"window must be at most the {self.steps - 1} trained steps, found {self.window}")
         DanceSDE(self.eta)
-        dance_schedule(self.steps, self.shift)
+        check_schedule(self.schedule, self.steps, self.shift)
         if getattr(torch, self.dtype, None) not in TOLERANCE:
             names = [str(dtype).removeprefix("torch.") for dtype in TOLERANCE]
             raise ValueError(f"dtype must be one of {names}, found {self.dtype!r}")
@@ -122,7 +123,8 @@ def run_group_bench(settings: GroupBench, progress: Callable[[str], None] | None
 
     An arm that fails is recorded as failed and left out of the rounds.
     """
-    backbone = load_backbone(settings.backbone, settings.device, getattr(torch, settings.dtype))
+    options = read_options(settings.backbone, settings.backbone_options)
+    backbone = load_backbone(settings.backbone, settings.device, getattr(torch, settings.dtype), **options)
     if settings.checkpointing:
         backbone.enable_gradient_checkpointing()
     policy, trajectory, advantages = _workload(settings, backbone)
@@ -192,7 +194,7 @@ def _workload(settings: GroupBench, backbone: Backbone) -> tuple[VelocityPolicy,
     # everything outside the network runs in the dtype of the latents, at least fp32
     precision = torch.promote_types(torch.float32, getattr(torch, settings.dtype))
     latents = initial_latents(backbone.latent_shape, seed, range(settings.batch)).to(backbone.device, precision)
-    sigmas = dance_schedule(settings.steps, settings.shift)
+    sigmas = schedule_of(backbone, settings.schedule, settings.steps, settings.shift)
     trajectory = rollout(policy, sigmas, DanceSDE(settings.eta), latents, seed)
     advantages = torch.randn(settings.batch, generator=generator_for(seed, "advantages")).to(backbone.device)
     return policy, trajectory.select(range(settings.window)), advantages

@@ -6,16 +6,26 @@ import argparse
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import get_args
 
 import torch
 
-from jagg_core import DanceSDE, dance_schedule, initial_latents, rollout, sample_ode
-from jagg_core.backbones import list_backbones, load_backbone
+from jagg_core import DanceSDE, initial_latents, rollout, sample_ode
+from jagg_core.backbones import (
+    Backbone,
+    ScheduleName,
+    check_schedule,
+    list_backbones,
+    load_backbone,
+    read_options,
+    schedule_of,
+)
 from jagg_core.backbones.check import TOLERANCE, Finding, check_backbone
 from jagg_core.backbones.registry import TRAINED
 from jagg_core.images import image_grid, png_bytes
 from jagg_core.records import require_writable, write_atomically
 
+DTYPES = [str(dtype).removeprefix("torch.") for dtype in TOLERANCE]
 SAMPLE_EXAMPLE = (
     "example: python -m jagg_core sample --backbone photos-flux --prompts cat coffee --eta 0.7 --out cats.png"
 )
@@ -34,7 +44,8 @@ def parser() -> argparse.ArgumentParser:
     check = actions.add_parser("check", help="check that a backbone keeps its contract", epilog=CHECK_EXAMPLE)
     check.add_argument("name", help="a registered backbone, or your own as module:function")
     check.add_argument("--device", default="cpu")
-    check.add_argument("--dtype", choices=[str(d).removeprefix("torch.") for d in TOLERANCE], default="float32")
+    check.add_argument("--dtype", choices=DTYPES, default="float32")
+    _add_options(check)
     train = actions.add_parser("train", help="rebuild the weights of a shipped backbone", epilog=TRAIN_EXAMPLE)
     train.add_argument("name", choices=sorted(TRAINED))
     train.add_argument("--steps", type=int, help="training steps, default those of the shipped weights")
@@ -54,11 +65,24 @@ def parser() -> argparse.ArgumentParser:
     sample.add_argument("--steps", type=int, default=21, help="sampling steps, default 21")
     sample.add_argument("--shift", type=float, default=3.0, help="time shift, default 3")
     sample.add_argument("--eta", type=float, default=0.0, help="noise of Dance-SDE; 0 (default) is the ODE")
-    sample.add_argument("--guidance", type=float, default=1.0, help="classifier-free guidance, default 1 (none)")
+    sample.add_argument("--schedule", choices=get_args(ScheduleName), default="dance", help="default dance")
+    sample.add_argument("--guidance", type=float, help="default: the backbone's usual one")
     sample.add_argument("--device", default="cpu")
+    sample.add_argument("--dtype", choices=DTYPES, default="float32")
+    _add_options(sample)
     sample.add_argument("--seed", type=int, default=0)
     sample.add_argument("--out", type=Path, default=Path("samples.png"))
     return top
+
+
+def _add_options(command: argparse.ArgumentParser) -> None:
+    text = "option=value of the backbone's loader, such as path=FOLDER height=512 prompts=FILE"
+    command.add_argument("--backbone-options", nargs="*", default=[], metavar="OPTION=VALUE", help=text)
+
+
+def _load(name: str, arguments: argparse.Namespace) -> Backbone:
+    options = read_options(name, arguments.backbone_options)
+    return load_backbone(name, arguments.device, getattr(torch, arguments.dtype), **options)
 
 
 def write_samples(arguments: argparse.Namespace) -> None:
@@ -71,9 +95,10 @@ def write_samples(arguments: argparse.Namespace) -> None:
         raise ValueError(f"count must be at least 1, found {arguments.count}")
     if not arguments.eta >= 0:
         raise ValueError(f"eta must be at least 0, found {arguments.eta}")
-    sigmas = dance_schedule(arguments.steps, arguments.shift)
+    check_schedule(arguments.schedule, arguments.steps, arguments.shift)
     require_writable(arguments.out)
-    backbone = load_backbone(arguments.backbone, arguments.device)
+    backbone = _load(arguments.backbone, arguments)
+    sigmas = schedule_of(backbone, arguments.schedule, arguments.steps, arguments.shift)
     prompts = [p for p in arguments.prompts or backbone.prompts for _ in range(arguments.count)]
     policy = backbone.policy(prompts, arguments.guidance)
     latents = initial_latents(backbone.latent_shape, arguments.seed, range(len(prompts))).to(backbone.device)
@@ -87,7 +112,7 @@ def write_samples(arguments: argparse.Namespace) -> None:
 
 def print_findings(arguments: argparse.Namespace) -> int:
     """Print a line per finding on a backbone. Returns how many checks failed."""
-    backbone = load_backbone(arguments.name, arguments.device, getattr(torch, arguments.dtype))
+    backbone = _load(arguments.name, arguments)
 
     def show(finding: Finding) -> None:
         value = "" if finding.value is None else f": {finding.value:.3g}"
@@ -131,15 +156,38 @@ def train_reward(arguments: argparse.Namespace) -> None:
     print(f"wrote {path}: held-out accuracy {accuracy * 100:.1f} %")
 
 
-def list_all(kind: str) -> None:
-    """Print what is registered."""
-    if kind == "backbones":
-        rows = {entry.name: entry.description for entry in list_backbones()}
-    else:
-        from jagg_core.rewards import list_rewards
+def list_backbone_table() -> None:
+    """Print what is registered: size, memory for the weights by dtype, licence, and where the weights are."""
+    rows: list[tuple[str, ...]] = [("name", "parameters", "GiB bf16", "GiB fp32", "licence", "weights", "")]
+    for entry in list_backbones():
+        gib = [f"{entry.parameters * size / 2**30:.2f}" for size in (2, 4)] if entry.parameters else ["?", "?"]
+        where = entry.hub_id or "in this package"
+        rows.append((entry.name, _short(entry.parameters), *gib, entry.licence, where, entry.description))
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    for row in rows:
+        cells = [
+            text.rjust(w) if 0 < k < 4 else text.ljust(w) for k, (text, w) in enumerate(zip(row, widths, strict=True))
+        ]
+        print("  ".join(cells).rstrip())
+    print(
+        "\nGiB: the transformer's weights alone. Full training adds gradients and optimizer state (AdamW in fp32: "
+        "16 bytes per\nparameter in all), LoRA hardly any; text encoders are held only while prompts are encoded."
+    )
 
-        rows = list_rewards()
-    for name, description in rows.items():
+
+def _short(parameters: int) -> str:
+    """``11.90 B``, ``1.31 M``, or ``?`` if not known."""
+    for size, unit in ((1e9, "B"), (1e6, "M"), (1e3, "K")):
+        if parameters >= size:
+            return f"{parameters / size:.2f} {unit}"
+    return "?"
+
+
+def list_reward_table() -> None:
+    """Print the registered rewards."""
+    from jagg_core.rewards import list_rewards
+
+    for name, description in list_rewards().items():
         print(f"{name:<16} {description}")
 
 
@@ -156,7 +204,7 @@ def main(argv: list[str] | None = None) -> None:
         elif arguments.action == "train":
             (train_backbone if arguments.command == "backbones" else train_reward)(arguments)
         else:
-            list_all(arguments.command)
+            (list_backbone_table if arguments.command == "backbones" else list_reward_table)()
     except (ValueError, OSError, FloatingPointError, torch.cuda.OutOfMemoryError) as error:
         top.exit(2, f"{top.prog}: error: {error}\n")
     if failed:

@@ -1,19 +1,24 @@
 """Backbones: the only place that knows diffusers. `load_backbone` gives one by name."""
 
+from jagg_core.backbones.protocol import Backbone, ScheduleName, check_schedule, schedule_of
 from jagg_core.backbones.registry import (
-    Backbone,
     BackboneEntry,
     check_backbone_name,
     list_backbones,
     load_backbone,
+    read_options,
     register_backbone,
 )
 
 __all__ = [
     "Backbone",
     "BackboneEntry",
+    "ScheduleName",
     "check_backbone_name",
+    "check_schedule",
     "list_backbones",
     "load_backbone",
+    "read_options",
     "register_backbone",
+    "schedule_of",
 ]

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from jagg_core.backbones.registry import Backbone
+from jagg_core.backbones.protocol import Backbone
 from jagg_core.engine import BackwardMode, UpstreamMode, accumulate_gradients
 from jagg_core.objective import ClippedSurrogate
 from jagg_core.plan import Plan, causal_plan, exact_plan, jagg_plan

@@ -8,62 +8,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import FunctionType
-from typing import Protocol, cast, get_args, get_type_hints
+from typing import cast, get_args, get_type_hints
 
 import torch
-from torch import Tensor, nn
 
 from jagg_core.backbones.pixel import DIGITS_FLUX, PHOTOS_FLUX, PHOTOS_QWEN, PixelSpec, build_pixel_backbone
 from jagg_core.backbones.pretrained import MODELS, load_pretrained
+from jagg_core.backbones.protocol import Backbone
 from jagg_core.imports import import_object
-from jagg_core.policy import VelocityPolicy
-
-
-class Backbone(Protocol):
-    """What the commands need of a backbone."""
-
-    @property
-    def name(self) -> str:
-        """Name, for records and reports."""
-        ...
-
-    @property
-    def dataset(self) -> str | None:
-        """Name of the image set whose classifier can judge the samples; None without one."""
-        ...
-
-    @property
-    def prompts(self) -> tuple[str, ...]:
-        """Prompts to draw from."""
-        ...
-
-    @property
-    def latent_shape(self) -> tuple[int, ...]:
-        """Shape of one sample's latents."""
-        ...
-
-    @property
-    def device(self) -> torch.device:
-        """Device of the weights."""
-        ...
-
-    @property
-    def transformer(self) -> nn.Module:
-        """The module that is trained."""
-        ...
-
-    def policy(self, prompts: Sequence[str], guidance: float | None = None) -> VelocityPolicy:
-        """A policy for these prompts, one per sample. ``guidance`` None is the backbone's usual one."""
-        ...
-
-    def decode(self, latents: Tensor) -> Tensor:
-        """Latents to images ``[N, C, H, W]`` in [0, 1]."""
-        ...
-
-    def enable_gradient_checkpointing(self) -> None:
-        """Recompute activations in the backward."""
-        ...
-
 
 Loader = Callable[..., Backbone]
 """Loads a backbone in eval mode: ``(device, dtype, **options)``, the options keyword-only and with defaults."""
@@ -111,13 +63,13 @@ def list_backbones() -> list[BackboneEntry]:
     return [_REGISTRY[name] for name in sorted(_REGISTRY)]
 
 
-def check_backbone_name(name: str, options: Mapping[str, object] | None = None) -> None:
+def check_backbone_name(name: str) -> None:
     """Check that ``name`` is registered, or that ``module:function`` names a function of ``(device, dtype)``.
 
     Raises:
-        ValueError: it does not, or it has no such option; names the nearest known name and what is allowed.
+        ValueError: it does not; names the nearest known name and what is allowed.
     """
-    _require_options(name, _loader(name), options or {})
+    _loader(name)
 
 
 def read_options(name: str, texts: Sequence[str]) -> dict[str, object]:
@@ -248,11 +200,9 @@ def _register_pixel(spec: PixelSpec, parameters: int, description: str) -> None:
     )
 
 
-_register_pixel(DIGITS_FLUX, 0, "Flux architecture on 8x8 handwritten digits, class-conditional, trained, shipped")
-_register_pixel(
-    PHOTOS_FLUX, 0, "Flux architecture on 32x32 crops of nine photographs, class-conditional, trained, shipped"
-)
-_register_pixel(PHOTOS_QWEN, 0, "Qwen-Image architecture on the same photographs, class-conditional, trained, shipped")
+_register_pixel(DIGITS_FLUX, 1_302_276, "Flux architecture on 8x8 handwritten digits, by class, trained")
+_register_pixel(PHOTOS_FLUX, 1_310_768, "Flux architecture on 32x32 crops of nine photographs, by class, trained")
+_register_pixel(PHOTOS_QWEN, 1_742_192, "Qwen-Image architecture on the same crops, by class, trained")
 for _model in MODELS:
     register_backbone(
         BackboneEntry(

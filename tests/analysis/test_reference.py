@@ -21,6 +21,7 @@ from jagg_core import (
     rollout,
 )
 from jagg_core.backbones import Backbone
+from jagg_core.backbones.registry import TRAINED
 from jagg_core.records import Record, read_json
 
 REFERENCE = Path(__file__).parents[2] / "results" / "reference"
@@ -28,7 +29,8 @@ RUNS = sorted(path.parent.name for path in REFERENCE.glob("*/record.json"))
 
 
 def test_there_is_a_reference_for_every_shipped_backbone() -> None:
-    assert {"photos-flux", "photos-flux-calibration", "digits-flux-calibration"} <= set(RUNS)
+    assert {"photos-flux", "photos-qwen"} <= set(RUNS)
+    assert {f"{name}-calibration" for name in TRAINED} <= set(RUNS)
 
 
 def test_no_file_is_large() -> None:

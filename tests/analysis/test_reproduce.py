@@ -17,9 +17,10 @@ import torch
 from matplotlib.figure import Figure
 from PIL import Image
 
-from analysis import estimators, gradients, job, reproduce, shipped
+from analysis import estimators, gradients, job, reproduce, shipped, tables
 from analysis.__main__ import main
 from analysis.job import NotReproducible
+from analysis.printable import printable
 from analysis.report import write_report
 from analysis.reproduce import Reproduce, run
 from analysis.workload import Recipe
@@ -473,7 +474,7 @@ class Forgetful(StubBackbone):
 def test_a_reference_that_differs_from_itself_is_refused(
     run_stub: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(job, "load_backbone", lambda *_: Forgetful())
+    monkeypatch.setattr(job, "load_backbone", lambda *_, **__: Forgetful())
     with pytest.raises(
         NotReproducible, match=r"of stub differs from itself by .* \(limit 1e-05\): is dropout active\?"
     ):
@@ -529,3 +530,37 @@ def test_a_shipped_calibration_of_another_schedule(run_stub: Run, ship: Callable
     assert not [c.name for c in record.cells if "shipped" in c.name]
     assert record.cell("eta=0.7/causal-4").status == "ok"
     assert not [c.name for c in record.cells if c.settings.get("family") == "causal-shipped"]
+
+
+def calibrated(frac: float, cosine: float, **recommended: int | None) -> dict[str, Any]:
+    """What a calibration file holds, as far as it is compared."""
+    held_out = {"held_out_cosine": {"value": cosine, "low": cosine - 0.01, "high": cosine + 0.01}}
+    return {
+        "windows": {"4": {"jagg_frac": frac, "jagg_frac_ci": [frac, 1.0]}},
+        "plans": {"causal": {"5": held_out, "8": {"held_out_cosine": None}}},
+        "recommended": {target: {"passes": passes} for target, passes in recommended.items()},
+    }
+
+
+def test_shipped_calibrations_stand_side_by_side(
+    run_stub: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shipped, "FOLDER", tmp_path / "reference")
+    schedule = run_stub().schedule
+    for name, found in (("one", calibrated(0.6, 0.9, near=5)), ("two", calibrated(0.8, 0.97, near=8, far=3))):
+        write_json(shipped.path(name, 0.7), found | {"schedule": schedule})
+    write_json(shipped.path("another-schedule", 0.7), calibrated(0.1, 0.1) | {"schedule": schedule[1:]})
+    record = run_stub()
+    assert [row["backbone"] for row in record.cell("eta=0.7/side-by-side").values["rows"]] == ["one", "two"]
+    table = tables.side_by_side(record)
+    assert table["jagg_frac_w4"].tolist() == [0.6, 0.8]
+    assert table["passes for near"].tolist() == [5, 8]
+    shown = printable(tables.all_tables(record, []))["side_by_side"]
+    assert shown["cosine of causal, 5 passes"].tolist() == ["0.900 [0.890, 0.910]", "0.970 [0.960, 0.980]"]
+    assert shown["cosine of causal, 8 passes"].tolist() == ["undefined"] * 2
+    assert shown["passes for far"].tolist() == ["", "3"]
+
+
+def test_one_shipped_calibration_is_not_compared(run_stub: Run, ship: Callable[..., None]) -> None:
+    ship(run_stub().schedule, k5=[0, 1, 2, 3, 4])
+    assert tables.side_by_side(run_stub()).empty

@@ -354,7 +354,7 @@ def test_the_fewest_passes_that_keep_the_signal() -> None:
     assert estimator == "causal-5"
     assert text == (
         "run 'CAUSAL-5', 5 of 20 passes (loss 1.0% [-1.0%, 3.0%]); the paper's rule needs 14 (JAGG-W4-F0.6); none of "
-        "the rivals that train on some steps only keeps it."
+        "the rivals that train on some steps only surely keeps it."
     )
 
 
@@ -375,9 +375,9 @@ def test_what_looks_ahead_is_not_recommended() -> None:
 
 def test_the_best_rival_is_named() -> None:
     rows = [row_of("causal-5", "causal", 5, KEPT), row_of("low-noise-half", "half", 10, KEPT)]
-    assert recommended(*rows)[0].endswith("; of the rivals 'LOW-NOISE-HALF' keeps it with 10 passes.")
+    assert recommended(*rows)[0].endswith("; of the rivals 'LOW-NOISE-HALF' surely keeps it with 10 passes.")
     rows.append(row_of("mixgrpo", "window", 4, KEPT))
-    assert recommended(*rows)[0].endswith("; of the rivals 'MIXGRPO' keeps it with 4 passes.")
+    assert recommended(*rows)[0].endswith("; of the rivals 'MIXGRPO' surely keeps it with 4 passes.")
     assert "paper" not in recommended(*rows)[0]
 
 

@@ -15,13 +15,13 @@ from jagg_core.backbones import (
     check_backbone_name,
     list_backbones,
     load_backbone,
-    pixel,
     register_backbone,
     registry,
 )
 from jagg_core.backbones.pixel import (
     PixelBackbone,
     PixelSpec,
+    base,
     build_pixel_backbone,
     save_pixel_weights,
     spec_json,
@@ -45,7 +45,7 @@ def nothing_loads(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_is_registered() -> None:
     names = [entry.name for entry in list_backbones()]
     assert names == sorted(names)
-    assert {"digits-flux", "photos-flux"} == TRAINED.keys()
+    assert {"digits-flux", "photos-flux", "photos-qwen"} == TRAINED.keys()
     assert TRAINED.keys() <= set(names)
     assert all(entry.description for entry in list_backbones())
 
@@ -55,7 +55,7 @@ def test_what_is_registered() -> None:
 )
 def test_an_unknown_name_gets_the_nearest(name: str, hint: str) -> None:
     for look_up in (check_backbone_name, load_backbone):
-        with pytest.raises(ValueError, match=r"backbone must be one of \['digits-flux', 'photos-flux'") as caught:
+        with pytest.raises(ValueError, match=r"backbone must be one of \['digits-flux', 'flux-dev'") as caught:
             look_up(name)
         assert str(caught.value).endswith(f"found {name!r}{hint}")
 
@@ -107,7 +107,7 @@ def test_shipped_weights_are_there_and_small(name: str) -> None:
 def test_missing_weights_say_how_to_rebuild_them(
     tiny_spec: PixelSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pixel, "weights_path", lambda name: tmp_path / f"{name}.safetensors")
+    monkeypatch.setattr(base, "weights_path", lambda name: tmp_path / f"{name}.safetensors")
     with pytest.raises(FileNotFoundError, match=r"python -m jagg_core backbones train tiny-flux$") as caught:
         build_pixel_backbone(tiny_spec, "cpu", torch.float32)
     assert str(tmp_path / "tiny-flux.safetensors") in str(caught.value)
@@ -120,7 +120,7 @@ def test_weights_come_back_as_they_were_written(
     path = tmp_path / "deep" / "w.safetensors"
     save_pixel_weights(made.spec, made.module, path, {"note": "x"})
     assert {tensor.dtype for tensor in load_file(path).values()} == {torch.float16}
-    monkeypatch.setattr(pixel, "weights_path", lambda _: path)
+    monkeypatch.setattr(base, "weights_path", lambda _: path)
     loaded = build_pixel_backbone(made.spec, "cpu", torch.float32)
     assert not loaded.module.training
     state, expected = loaded.module.state_dict(), made.module.state_dict()
@@ -136,7 +136,7 @@ def test_weights_of_another_configuration_are_refused(
     made = make_tiny()
     path = tmp_path / "w.safetensors"
     save_pixel_weights(made.spec, made.module, path, {})
-    monkeypatch.setattr(pixel, "weights_path", lambda _: path)
+    monkeypatch.setattr(base, "weights_path", lambda _: path)
     other = replace(made.spec, **change)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="trained with another configuration than tiny-flux has now: retrain it"):
         build_pixel_backbone(other, "cpu", torch.float32)
@@ -147,7 +147,7 @@ def test_weights_that_do_not_say_what_they_are_are_refused(
 ) -> None:
     made = make_tiny()
     save_file(made.module.state_dict(), tmp_path / "w.safetensors")
-    monkeypatch.setattr(pixel, "weights_path", lambda _: tmp_path / "w.safetensors")
+    monkeypatch.setattr(base, "weights_path", lambda _: tmp_path / "w.safetensors")
     with pytest.raises(ValueError, match="another configuration"):
         build_pixel_backbone(made.spec, "cpu", torch.float32)
 

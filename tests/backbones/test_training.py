@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import random
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import fields, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,8 +14,7 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from jagg_core.backbones import pixel
-from jagg_core.backbones.pixel import PixelFlux, PixelSpec, build_pixel_backbone
+from jagg_core.backbones.pixel import FluxSpec, PixelFlux, PixelSpec, base, build_pixel_backbone
 from jagg_core.backbones.registry import TRAINED
 from jagg_core.backbones.training import RECIPES, FlowTraining, train_pixel_backbone
 
@@ -23,6 +24,16 @@ SETTINGS = FlowTraining(steps=3, batch=4)
 @pytest.fixture
 def spec(tiny_spec: PixelSpec) -> PixelSpec:
     return replace(tiny_spec, prompts=tuple("0123456789"))
+
+
+def built_by(spec: PixelSpec, make: Callable[[PixelSpec], Any]) -> PixelSpec:
+    """``spec`` with a module of the test's own."""
+
+    class Own(FluxSpec):
+        def build(self) -> Any:
+            return make(self)
+
+    return Own(**{field.name: getattr(spec, field.name) for field in fields(spec)})
 
 
 def test_every_shipped_backbone_has_a_recipe() -> None:
@@ -35,7 +46,7 @@ def test_a_few_steps_write_a_loadable_file(spec: PixelSpec, tmp_path: Path, monk
     loss = train_pixel_backbone(spec, SETTINGS, path, progress=lambda *found: seen.append(found))
     assert [step for step, _ in seen] == [0, 1, 2]
     assert loss == seen[-1][1] > 0
-    monkeypatch.setattr(pixel, "weights_path", lambda _: path)
+    monkeypatch.setattr(base, "weights_path", lambda _: path)
     backbone = build_pixel_backbone(spec, "cpu", torch.float32)
     velocity = backbone.policy(["3"]).velocity(torch.zeros(1, 4, 16), torch.tensor([0.5]), torch.zeros(1).long())
     assert velocity.isfinite().all()
@@ -80,7 +91,7 @@ def test_any_number_of_steps(steps: int, spec: PixelSpec, tmp_path: Path) -> Non
 
     losses: list[float] = []
     settings = FlowTraining(steps=steps, batch=2)
-    train_pixel_backbone(spec, Line, settings, tmp_path / "w", progress=lambda _, loss: losses.append(loss))
+    train_pixel_backbone(built_by(spec, Line), settings, tmp_path / "w", progress=lambda _, loss: losses.append(loss))
     assert len(losses) == steps
     assert load_file(tmp_path / "w")["slope"].isfinite()
 
@@ -109,5 +120,5 @@ def test_a_loss_that_is_not_finite_stops_and_writes_nothing(spec: PixelSpec, tmp
         return module
 
     with pytest.raises(FloatingPointError, match="the loss is nan at step 0"):
-        train_pixel_backbone(spec, broken, SETTINGS, tmp_path / "w")
+        train_pixel_backbone(built_by(spec, broken), SETTINGS, tmp_path / "w")
     assert list(tmp_path.iterdir()) == []

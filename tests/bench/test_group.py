@@ -243,7 +243,7 @@ def test_an_unusable_device(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
 
 
 def test_missing_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr("jagg_core.backbones.pixel.weights_path", lambda name: tmp_path / name)
+    monkeypatch.setattr("jagg_core.backbones.pixel.base.weights_path", lambda name: tmp_path / name)
     with pytest.raises(SystemExit) as caught:
         main(["group", "--out", str(tmp_path / "s.json")])
     assert caught.value.code == 2

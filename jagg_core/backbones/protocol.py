@@ -1,0 +1,90 @@
+"""What a backbone is: the protocol, and the sigmas of its rollouts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Literal, Protocol, get_args
+
+import torch
+from torch import Tensor, nn
+
+from jagg_core.policy import VelocityPolicy
+from jagg_core.schedule import dance_schedule
+
+
+class Backbone(Protocol):
+    """What the commands need of a backbone.
+
+    A method ``schedule(steps)`` with the sigmas of its own sampler, ``[steps + 1]``, is optional.
+    """
+
+    @property
+    def name(self) -> str:
+        """Name, for records and reports."""
+        ...
+
+    @property
+    def dataset(self) -> str | None:
+        """Name of the image set whose classifier can judge the samples; None without one."""
+        ...
+
+    @property
+    def prompts(self) -> tuple[str, ...]:
+        """Prompts to draw from."""
+        ...
+
+    @property
+    def latent_shape(self) -> tuple[int, ...]:
+        """Shape of one sample's latents."""
+        ...
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the weights."""
+        ...
+
+    @property
+    def transformer(self) -> nn.Module:
+        """The module that is trained."""
+        ...
+
+    def policy(self, prompts: Sequence[str], guidance: float | None = None) -> VelocityPolicy:
+        """A policy for these prompts, one per sample. ``guidance`` None is the backbone's usual one."""
+        ...
+
+    def decode(self, latents: Tensor) -> Tensor:
+        """Latents to images ``[N, C, H, W]`` in [0, 1]."""
+        ...
+
+    def enable_gradient_checkpointing(self) -> None:
+        """Recompute activations in the backward."""
+        ...
+
+
+ScheduleName = Literal["dance", "own"]
+"""Which sigmas a rollout takes: DanceGRPO's grid, or those of the backbone's own sampler."""
+
+
+def schedule_of(backbone: Backbone, name: ScheduleName, steps: int, shift: float) -> Tensor:
+    """Sigmas ``[steps + 1]`` of a rollout; ``shift`` is for the schedule ``dance``.
+
+    Raises:
+        ValueError: the backbone has no ``schedule(steps)`` of its own.
+    """
+    if name == "dance":
+        return dance_schedule(steps, shift)
+    own: Callable[[int], Tensor] | None = getattr(backbone, "schedule", None)
+    if own is None:
+        raise ValueError(f"schedule: {backbone.name} has no method schedule(steps); allowed: dance, found {name!r}")
+    return own(steps)
+
+
+def check_schedule(name: str, steps: int, shift: float) -> None:
+    """Check what can be checked of a schedule before the backbone is loaded.
+
+    Raises:
+        ValueError: unknown name, too few steps, or a shift that is not positive.
+    """
+    if name not in get_args(ScheduleName):
+        raise ValueError(f"schedule must be one of {list(get_args(ScheduleName))}, found {name!r}")
+    dance_schedule(steps, shift)

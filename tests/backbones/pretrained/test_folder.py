@@ -1,0 +1,189 @@
+"""Model folders: what is wrong with one is said before a weight is read, and a local one needs no hub."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from huggingface_hub import errors
+
+from jagg_core import sample_ode
+from jagg_core.backbones import load_backbone
+from jagg_core.backbones.pretrained import PretrainedBackbone
+from jagg_core.backbones.pretrained.folder import PATTERNS, ModelFolder, find_folder
+from tests.backbones.pretrained.conftest import FLUX_OPTIONS
+
+Folders = Callable[[str], Path]
+
+
+@pytest.fixture
+def folder(folders: Folders, tmp_path: Path) -> Path:
+    """A tiny FLUX.1 folder of the test's own."""
+    return Path(shutil.copytree(folders("flux-dev"), tmp_path / "flux"))
+
+
+@pytest.fixture
+def nothing_loads(monkeypatch: pytest.MonkeyPatch) -> None:
+    def load(*_: object) -> None:
+        raise AssertionError("weights were read before the refusal")
+
+    monkeypatch.setattr(PretrainedBackbone, "load_transformer", load)
+
+
+def refused(match: str, path: Path | str, **options: Any) -> None:
+    with pytest.raises(ValueError, match=match):
+        load_backbone("flux-dev", path=str(path), **(FLUX_OPTIONS | options))
+
+
+def first_weights(folder: Path) -> Path:
+    return next((folder / "transformer").glob("*.safetensors"))
+
+
+def test_a_folder_alone_is_enough(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Loading, encoding, sampling and decoding, with the network cut."""
+
+    def refuse(*_: object, **__: object) -> None:
+        raise AssertionError("a connection was opened")
+
+    monkeypatch.delenv("HF_HUB_OFFLINE")
+    monkeypatch.setattr(socket.socket, "connect", refuse)
+    monkeypatch.setattr(socket, "getaddrinfo", refuse)
+    backbone = load_backbone("flux-dev", path=str(folder), **FLUX_OPTIONS)
+    assert isinstance(backbone, PretrainedBackbone)
+    latents = torch.randn(1, *backbone.latent_shape, generator=torch.Generator().manual_seed(0))
+    final = sample_ode(backbone.policy(["never asked before"]), backbone.schedule(2), latents)
+    assert backbone.decode(final).shape == (1, 3, 16, 24)
+
+
+@pytest.mark.usefixtures("nothing_loads")
+def test_not_a_model_folder(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    refused("has no transformer/config.json; it must be a folder in diffusers' layout", tmp_path / "empty")
+    (folder / "vae" / "config.json").write_text("{")
+    refused("vae/config.json is not a JSON file", folder)
+    (folder / "vae" / "config.json").write_text("[]")
+    refused("vae/config.json must hold a JSON object, found list", folder)
+
+
+@pytest.mark.usefixtures("nothing_loads")
+def test_another_models_folder(folder: Path) -> None:
+    config = folder / "transformer" / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"_class_name": "SD3Transformer2DModel"}))
+    refused("must hold a FluxTransformer2DModel, found SD3Transformer2DModel: another model's folder", folder)
+
+
+@pytest.mark.usefixtures("nothing_loads")
+@pytest.mark.parametrize("cut", [1, 100, -4, None])
+def test_truncated_weights(folder: Path, cut: int | None) -> None:
+    """Cut inside the length, inside the header, inside the last tensor, and something appended."""
+    file = first_weights(folder)
+    content = file.read_bytes()
+    file.write_bytes(content + b"x" if cut is None else content[:cut])
+    refused(r"\.safetensors is damaged: .* fetch it again", folder)
+
+
+@pytest.mark.usefixtures("nothing_loads")
+def test_every_part_is_looked_through(folder: Path) -> None:
+    file = next((folder / "text_encoder_2").glob("*.safetensors"))
+    file.write_bytes(file.read_bytes()[:-1])
+    refused("text_encoder_2/model.safetensors is damaged", folder)
+
+
+@pytest.mark.usefixtures("nothing_loads")
+def test_a_shard_is_missing(folder: Path) -> None:
+    index = folder / "transformer" / "diffusion_pytorch_model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"a": "diffusion_pytorch_model-00001-of-00002.safetensors"}}))
+    refused("diffusion_pytorch_model-00001-of-00002.safetensors is missing, which .* names", folder)
+
+
+@pytest.mark.usefixtures("nothing_loads")
+def test_pickled_weights_are_not_read(folder: Path) -> None:
+    first_weights(folder).rename(folder / "transformer" / "diffusion_pytorch_model.bin")
+    refused("has no safetensors weights, found .*diffusion_pytorch_model.bin", folder)
+    assert not any(pattern.endswith((".bin", ".pt", ".ckpt", ".py")) for pattern in PATTERNS)
+
+
+@pytest.mark.usefixtures("nothing_loads")
+@pytest.mark.parametrize(
+    ("option", "match"),
+    [
+        ({"height": 18}, "height must be a positive multiple of 4, found 18; nearest: 16"),
+        ({"width": 0}, "width must be a positive multiple of 4, found 0; nearest: 4"),
+        ({"frames": 5}, "frames must be 1 for a model of images, found 5"),
+        ({"calls": "both"}, r"calls must be one of \['batched', 'separate'\], found 'both'"),
+        ({"text_tokens": 0}, "text_tokens must be at least 1, found 0"),
+        ({"lora_rank": -1}, "lora_rank must be at least 0, found -1"),
+        ({"lora_alpha": 4}, "lora_alpha must be positive, beside a lora_rank, found 4 at rank 0"),
+        ({"prompts": "/nowhere/prompts.txt"}, "prompts: /nowhere/prompts.txt cannot be read as text"),
+        ({"revision": "main"}, "revision is for models of the hub, and .* is a local folder, found 'main'"),
+    ],
+)
+def test_options_out_of_range(folder: Path, option: dict[str, Any], match: str) -> None:
+    refused(match, folder, **option)
+
+
+def test_an_empty_list_of_prompts(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "prompts.txt").write_text("\n \n")
+    refused("prompts.txt has no prompt; write one per line", folder, prompts=str(tmp_path / "prompts.txt"))
+
+
+def test_paths_that_are_no_folder() -> None:
+    for path in ("/nowhere/flux", "./flux", "~/no-such-folder", "a/b/c"):
+        refused("path: there is no folder .*; allowed: a folder in diffusers' layout, or a hub id", path)
+
+
+def test_without_a_connection() -> None:
+    with pytest.raises(ValueError, match=r"FLUX\.1-dev is not on this machine and the hub cannot be reached") as caught:
+        load_backbone("flux-dev")
+    assert "path=FOLDER" in str(caught.value)
+
+
+def answer(status: int) -> Any:
+    """A response as far as the hub's errors look at it, whichever HTTP library it comes from."""
+    return SimpleNamespace(headers={}, status_code=status, request=None)
+
+
+@pytest.mark.parametrize(
+    ("error", "match"),
+    [
+        (
+            lambda: errors.GatedRepoError("", response=answer(403)),
+            "is gated: accept its licence at http.*hf auth login",
+        ),
+        (lambda: errors.RepositoryNotFoundError("", response=answer(404)), "no model of the hub is called"),
+        (lambda: errors.RevisionNotFoundError("", response=answer(404)), "revision: .* has no 'v9'"),
+        (lambda: errors.HfHubHTTPError("", response=answer(500)), "the hub cannot be reached"),
+        (lambda: ConnectionError("no route"), r"the hub cannot be reached \(ConnectionError\)"),
+    ],
+)
+def test_what_the_hub_answers(error: Callable[[], Exception], match: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def download(*_: object, **__: object) -> str:
+        raise error()
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    with pytest.raises(ValueError, match=match):
+        find_folder("someone/something", revision="v9")
+
+
+def test_what_is_asked_of_the_hub(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+
+    def download(name: str, **settings: Any) -> str:
+        asked.append((name, settings))
+        return str(folder)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    assert find_folder("a/b", revision="c0ffee") == ModelFolder(folder)
+    assert find_folder("a/b", path="d/e") == ModelFolder(folder)
+    patterns = list(PATTERNS)
+    assert asked == [
+        ("a/b", {"revision": "c0ffee", "allow_patterns": patterns}),
+        ("d/e", {"revision": None, "allow_patterns": patterns}),
+    ]

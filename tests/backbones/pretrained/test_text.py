@@ -1,0 +1,86 @@
+"""Encoded prompts: once per prompt and folder, kept on disk, padded and masked in batches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from jagg_core.backbones.pretrained.text import Text, TextBatch, TextStore, cache_folder
+
+CPU = torch.device("cpu")
+
+
+class Encoder:
+    """Counts how often it is loaded and what it is asked."""
+
+    def __init__(self) -> None:
+        self.loads = 0
+        self.asked: list[str] = []
+
+    def __call__(self) -> Callable[[str], Text]:
+        self.loads += 1
+
+        def encode(prompt: str) -> Text:
+            self.asked.append(prompt)
+            return Text(torch.full((len(prompt), 3), float(len(prompt))), torch.arange(2.0))
+
+        return encode
+
+
+def test_a_prompt_is_encoded_once(tmp_path: Path) -> None:
+    encoder = Encoder()
+    store = TextStore(["model"], encoder, CPU, tmp_path)
+    first = store(["aa", "b", "aa"])
+    assert [len(text.tokens) for text in first] == [2, 1, 2]
+    assert (encoder.loads, encoder.asked) == (1, ["aa", "b"])
+    store(["b"])
+    again = TextStore(["model"], encoder, CPU, tmp_path)(["aa", "b"])
+    assert encoder.loads == 1
+    assert torch.equal(again[0].tokens, first[0].tokens)
+    assert again[1].pooled is not None and torch.equal(again[1].pooled, torch.arange(2.0))
+    TextStore(["another"], encoder, CPU, tmp_path)(["aa"])
+    assert encoder.loads == 2
+
+
+@pytest.mark.parametrize("keep", [0, 10])
+def test_a_damaged_file_is_encoded_again(tmp_path: Path, keep: int) -> None:
+    encoder = Encoder()
+    TextStore(["model"], encoder, CPU, tmp_path)(["aa"])
+    [file] = (tmp_path / "text").iterdir()
+    file.write_bytes(file.read_bytes()[:keep])
+    assert len(TextStore(["model"], encoder, CPU, tmp_path)(["aa"])[0].tokens) == 2
+    assert encoder.loads == 2
+
+
+def test_a_prompt_without_a_pooled_part(tmp_path: Path) -> None:
+    for _ in range(2):  # encoded, then read
+        [text] = TextStore(["model"], lambda: lambda _: Text(torch.ones(2, 3)), CPU, tmp_path)(["aa"])
+        assert text.pooled is None and text.tokens.shape == (2, 3)
+
+
+def test_where_prompts_are_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("JAGG_CACHE", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert cache_folder() == tmp_path / "jagg"
+    monkeypatch.setenv("JAGG_CACHE", str(tmp_path / "own"))
+    assert cache_folder() == tmp_path / "own"
+
+
+def test_batches_are_padded_and_masked() -> None:
+    batch = TextBatch.stack([Text(torch.ones(2, 3)), Text(torch.ones(1, 3))])
+    assert batch.mask is not None and batch.pooled is None
+    assert batch.tokens.tolist() == [[[1] * 3, [1] * 3], [[1] * 3, [0] * 3]]
+    assert batch.mask.tolist() == [[True, True], [True, False]]
+    assert batch.lengths() == [2, 1]
+    picked = batch[torch.tensor([1, 1, 0])]
+    assert picked.lengths() == [1, 1, 2]
+    assert picked.tokens.shape == (3, 2, 3)
+
+
+def test_texts_of_one_length_need_no_mask() -> None:
+    batch = TextBatch.stack([Text(torch.ones(2, 3), torch.zeros(4)), Text(torch.ones(2, 3), torch.ones(4))])
+    assert batch.mask is None and batch.lengths() == [2, 2]
+    assert batch.pooled is not None and batch.pooled[:, 0].tolist() == [0, 1]

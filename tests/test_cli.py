@@ -92,9 +92,13 @@ def test_without_a_command_it_says_which_there_are(package: str, capsys: Capture
 
 def test_backbones_are_listed(capsys: Capture) -> None:
     main(["backbones"])
-    lines = capsys.readouterr().out.splitlines()
+    header, *lines = capsys.readouterr().out.split("\n\n")[0].splitlines()
+    assert header.split()[:4] == ["name", "parameters", "GiB", "bf16"]
     assert [line.split()[0] for line in lines] == [entry.name for entry in list_backbones()]
-    assert all(entry.description in line for entry, line in zip(list_backbones(), lines, strict=True))
+    for entry, line in zip(list_backbones(), lines, strict=True):
+        assert all(text in line for text in (entry.description, entry.licence, entry.hub_id or "in this package"))
+    [dev] = [line.split() for line in lines if line.startswith("flux-dev")]
+    assert dev[1:5] == ["11.90", "B", "22.17", "44.34"]
 
 
 def test_rewards_are_listed(capsys: Capture) -> None:

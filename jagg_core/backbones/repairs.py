@@ -17,19 +17,26 @@ class ExactTimestep:
     """Give a transformer's time embedding sigma in fp32, whatever dtype the transformer rounded it to.
 
     diffusers casts sigma, or sigma times 1000, to the model's dtype: in bf16 that is off by up to 4 of 1000 steps.
-    ``embedding`` takes the timestep as first argument, and is to see ``sigma * factor``.
+    ``embeddings`` (of one transformer or several) take the timestep as first argument, ``[N]`` or one per token, and
+    are to see ``sigma * factor``.
     """
 
-    def __init__(self, embedding: nn.Module, factor: float) -> None:
+    def __init__(self, *embeddings: nn.Module, factor: float) -> None:
         self.factor = factor
-        embedding.register_forward_pre_hook(self._replace)
+        for embedding in embeddings:
+            embedding.register_forward_pre_hook(self._replace)
 
     def tell(self, sigma: Tensor) -> None:
         """Set sigma [N] in [0, 1] of the forward that follows in this thread."""
         _SIGMA.set(sigma)
 
+    def told(self) -> Tensor:
+        """Sigma [N] of the running forward, fp32."""
+        return _SIGMA.get().float()
+
     def _replace(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        return (_SIGMA.get().float() * self.factor, *args[1:])
+        exact, (rounded, *others) = self.told() * self.factor, args
+        return (exact.repeat_interleave(len(rounded) // len(exact)), *others)
 
 
 def unread_text_stream(transformer: Any) -> list[nn.Module]:

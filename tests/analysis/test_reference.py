@@ -61,7 +61,9 @@ def test_every_cell_ran_and_seeds_of_calibration_and_evaluation_are_apart(name: 
         assert not set(one) & set(other)
 
 
-@pytest.mark.parametrize(("name", "other"), [("digits-flux", "photos-flux"), ("photos-flux", "digits-flux")])
+@pytest.mark.parametrize(
+    ("name", "other"), [("digits-flux", "photos-flux"), ("photos-flux", "photos-qwen"), ("photos-qwen", "photos-flux")]
+)
 def test_shipped_plans_fit_their_backbone_and_no_other(name: str, other: str) -> None:
     def rolled_out(backbone: Backbone) -> Trajectory:
         latents = initial_latents(backbone.latent_shape, 0, range(1))
@@ -82,7 +84,7 @@ def test_what_the_causal_plan_keeps_on_photos(passes: int, cosine: float) -> Non
     assert plan["predicted"]["held_out_cosine"]["value"] > plan["held_out_cosine"]["value"]
 
 
-@pytest.mark.parametrize("name", ["photos-flux-calibration", "digits-flux-calibration"])
+@pytest.mark.parametrize("name", [f"{name}-calibration" for name in sorted(TRAINED)])
 def test_the_leak_is_the_paper_s_and_not_causal_s(name: str) -> None:
     table = pd.read_csv(REFERENCE / name / "tables" / "centring.csv")
     leaks = table[table["centring"] == "ones"].set_index("estimator")

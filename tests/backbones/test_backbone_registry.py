@@ -10,13 +10,17 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from jagg_core import dance_schedule
 from jagg_core.backbones import (
     BackboneEntry,
     check_backbone_name,
+    check_schedule,
     list_backbones,
     load_backbone,
+    read_options,
     register_backbone,
     registry,
+    schedule_of,
 )
 from jagg_core.backbones.pixel import (
     PixelBackbone,
@@ -83,6 +87,96 @@ def test_a_name_is_registered_once() -> None:
     entry = BackboneEntry("digits-flux", "", lambda *_: pytest.fail("loaded"))
     with pytest.raises(ValueError, match="backbone 'digits-flux' is already registered"):
         register_backbone(entry)
+
+
+# Options
+
+
+def loads(device: str, dtype: torch.dtype, *, height: int = 8, path: str | None = None, rate: float = 0.5) -> None:
+    raise AssertionError("loaded before the refusal")
+
+
+@pytest.fixture
+def optional(monkeypatch: pytest.MonkeyPatch) -> str:
+    """A backbone with options."""
+    monkeypatch.setitem(registry._REGISTRY, "optional", BackboneEntry("optional", "", loads))
+    return "optional"
+
+
+def test_options_are_read_by_their_types(optional: str) -> None:
+    texts = ["height=512", "path=a/b=c", "rate=1e-3"]
+    assert read_options(optional, texts) == {"height": 512, "path": "a/b=c", "rate": 0.001}
+    assert read_options(optional, []) == {}
+    found = read_options("flux-dev", ["height=64", "lora_rank=4", "path=3", "calls=separate"])
+    assert found == {"height": 64, "lora_rank": 4, "path": "3", "calls": "separate"}
+
+
+@pytest.mark.parametrize(
+    ("text", "match"),
+    [
+        ("height", "backbone options are written option=value, found 'height'"),
+        ("height=big", "height must be of type int, found 'big'"),
+        ("height=1.5", "height must be of type int, found '1.5'"),
+        ("hight=8", r"'optional' has the options \['height', 'path', 'rate'\], found 'hight'; did you mean 'height'\?"),
+        ("device=cuda", r"has the options \['height', 'path', 'rate'\], found 'device'$"),
+    ],
+)
+def test_options_that_cannot_be_read(optional: str, text: str, match: str) -> None:
+    with pytest.raises(ValueError, match=match):
+        read_options(optional, [text])
+
+
+def test_an_option_is_given_once(optional: str) -> None:
+    with pytest.raises(ValueError, match=r"backbone options must be different, found \['height=8', 'height=9'\]"):
+        read_options(optional, ["height=8", "height=9"])
+
+
+def test_unknown_options_are_refused_before_loading(optional: str) -> None:
+    with pytest.raises(ValueError, match=r"has the options .* found 'hight'"):
+        load_backbone(optional, hight=8)
+    with pytest.raises(ValueError, match=r"'digits-flux' has the options \[\], found 'height'"):
+        load_backbone("digits-flux", height=8)
+
+
+def test_options_reach_the_loader(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[object] = []
+
+    def load(device: str, dtype: torch.dtype, **options: object) -> PixelBackbone:
+        asked.append((device, dtype, options))
+        return registry._REGISTRY["digits-flux"].load(device, dtype)  # type: ignore[return-value]
+
+    monkeypatch.setitem(registry._REGISTRY, "any", BackboneEntry("any", "", load))
+    load_backbone("any", "cpu", torch.float32, **read_options("any", ["whatever=x"]))
+    assert asked == [("cpu", torch.float32, {"whatever": "x"})]
+
+
+# Schedules
+
+
+def test_schedules_by_name() -> None:
+    class Sampler:
+        name = "sampler"
+
+        def schedule(self, steps: int) -> torch.Tensor:
+            return torch.linspace(1, 0, steps + 1).double()
+
+    class Without:
+        name = "without"
+
+    assert torch.equal(schedule_of(Sampler(), "dance", 4, 3.0), dance_schedule(4, 3.0))  # type: ignore[arg-type]
+    assert schedule_of(Sampler(), "own", 4, 3.0).tolist() == [1, 0.75, 0.5, 0.25, 0]  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"without has no method schedule\(steps\); allowed: dance, found 'own'"):
+        schedule_of(Without(), "own", 4, 3.0)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"schedule must be one of \['dance', 'own'\], found 'flux'"):
+        check_schedule("flux", 4, 3.0)
+    with pytest.raises(ValueError, match="steps must be at least 1, found 0"):
+        check_schedule("own", 0, 3.0)
+
+
+@pytest.mark.parametrize("name", sorted(TRAINED))
+def test_parameters_are_those_of_the_weights(name: str) -> None:
+    found = sum(p.numel() for p in load_backbone(name).transformer.parameters())
+    assert registry._REGISTRY[name].parameters == found
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -353,8 +353,9 @@ def test_a_backbone_that_keeps_the_contract_passes(dtype: torch.dtype) -> None:
     assert not any("warning" in finding.text for finding in findings)
 
 
-def test_shipped_digits_pass() -> None:
-    findings = {finding.name: finding for finding in check_backbone(load_backbone("digits-flux"))}
+@pytest.mark.parametrize("name", ["digits-flux", "photos-qwen"])
+def test_shipped_backbones_pass(name: str) -> None:
+    findings = {finding.name: finding for finding in check_backbone(load_backbone(name))}
     assert [finding for finding in findings.values() if not finding.ok or "warning" in finding.text] == []
     share = findings["sign"].value
     assert share is not None

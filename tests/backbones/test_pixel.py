@@ -11,12 +11,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from jagg_core.backbones.pixel import DIGITS_FLUX, PHOTOS_FLUX, PixelBackbone, PixelPolicy, PixelSpec
+from jagg_core.backbones.pixel import DIGITS_FLUX, PHOTOS_FLUX, PHOTOS_QWEN, PixelBackbone, PixelPolicy, PixelSpec
 from jagg_core.policy import ClassifierFreeGuidance, VelocityPolicy
 from jagg_core.rewards.classifier import CLASSIFIERS
 
 MakeTiny = Callable[..., PixelBackbone]
-each_spec = pytest.mark.parametrize("spec", [DIGITS_FLUX, PHOTOS_FLUX], ids=lambda spec: spec.name)
+each_spec = pytest.mark.parametrize("spec", [DIGITS_FLUX, PHOTOS_FLUX, PHOTOS_QWEN], ids=lambda spec: spec.name)
 
 
 def generator(seed: int = 0) -> torch.Generator:
@@ -280,6 +280,20 @@ def test_the_embedder_gets_the_exact_timestep(dtype: torch.dtype, guidance: floa
     [timestep] = told
     assert timestep.dtype == torch.float32
     assert torch.equal(timestep, (sigma * 1000).repeat(1 if guidance == 1 else 2))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_the_qwen_image_embedder_gets_the_exact_timestep(dtype: torch.dtype) -> None:
+    """It multiplies sigma by 1000 itself."""
+    backbone = PixelBackbone(PHOTOS_QWEN, PHOTOS_QWEN.build().to(dtype).eval())
+    told: list[Tensor] = []
+    embedder = backbone.module.transformer.time_text_embed.time_proj
+    embedder.register_forward_pre_hook(lambda _, args: told.append(args[0]))
+    sigma = torch.tensor(ROUNDED_BY_BF16)
+    latents = torch.randn(len(sigma), *backbone.latent_shape, generator=generator())
+    with torch.no_grad():
+        backbone.policy(["cat"] * len(sigma)).velocity(latents, sigma, torch.arange(len(sigma)))
+    assert torch.equal(told[0], sigma)
 
 
 @torch.no_grad()

@@ -33,5 +33,6 @@ def test_digits_by_the_sde(digits: PixelBackbone) -> None:
 
 
 @pytest.mark.slow
-def test_photos_by_the_ode() -> None:
-    assert share_read(load_backbone("photos-flux"), 10, None) >= 0.85
+@pytest.mark.parametrize("name", ["photos-flux", "photos-qwen"])
+def test_photos_by_the_ode(name: str) -> None:
+    assert share_read(load_backbone(name), 10, None) >= 0.85

@@ -84,7 +84,7 @@ class PixelModule(nn.Module, ABC):
         super().__init__()
         self.transformer = transformer
         self.prompt_table = nn.Embedding(prompts + 1, width)
-        self.timestep = ExactTimestep(self.transformer.time_text_embed, timestep_factor)
+        self.timestep = ExactTimestep(self.transformer.time_text_embed, factor=timestep_factor)
 
     def forward(self, latents: Tensor, sigma: Tensor, class_ids: Tensor) -> Tensor:
         """Velocity ``[N, tokens, channels]`` at ``latents`` (same shape), ``sigma`` [N] in [0, 1], classes [N]."""

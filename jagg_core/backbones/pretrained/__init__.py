@@ -1,6 +1,6 @@
 """Models that people train, in diffusers' layout: a file per architecture, and what they share in `base`."""
 
-from jagg_core.backbones.pretrained import flux
+from jagg_core.backbones.pretrained import flux, flux2, qwen_image, sd3, wan, z_image
 from jagg_core.backbones.pretrained.base import (
     PretrainedBackbone,
     PretrainedPolicy,
@@ -9,7 +9,14 @@ from jagg_core.backbones.pretrained.base import (
     load_pretrained,
 )
 
-MODELS: tuple[PublishedModel, ...] = (*flux.MODELS,)
+MODELS: tuple[PublishedModel, ...] = (
+    *flux.MODELS,
+    *sd3.MODELS,
+    *qwen_image.MODELS,
+    *flux2.MODELS,
+    *z_image.MODELS,
+    *wan.MODELS,
+)
 """Every published model, in the order of its file."""
 
 __all__ = ["MODELS", "PretrainedBackbone", "PretrainedPolicy", "PublishedModel", "Size", "load_pretrained"]

@@ -55,6 +55,7 @@ class PublishedModel:
         scale: guidance that its makers or the field's trainers use; 1 is none.
         size: that the field's trainers use.
         description: one line.
+        transformers: how many of this configuration there are.
     """
 
     name: str
@@ -67,6 +68,7 @@ class PublishedModel:
     scale: float
     size: Size
     description: str
+    transformers: int = 1
 
 
 @dataclass(frozen=True)
@@ -98,6 +100,8 @@ class PretrainedBackbone(ABC):
     """A transformer configuration with a few thousand parameters and every kind of layer, for tests."""
     text_tokens: ClassVar[int]
     """Tokens a prompt may have, unless ``text_tokens`` is given."""
+    most_text_tokens: ClassVar[int | None] = None
+    """What the pipeline allows; None: anything."""
     negative_prompt: ClassVar[str] = ""
     """What classifier-free guidance contrasts the prompt with."""
     vae_dtype: ClassVar[torch.dtype | None] = None
@@ -371,6 +375,22 @@ def configs_of(folder: ModelFolder) -> Configs:
     return Configs(folder.config("transformer"), folder.config("vae"), folder.config("scheduler"))
 
 
+def _require_classes(model: PublishedModel) -> None:
+    """Raise ValueError unless the installed libraries have what the model needs."""
+    install = "pip install -U 'jagg-core[pretrained]'"
+    try:
+        import diffusers
+        import transformers  # noqa: F401 (the text encoders are its models)
+    except ImportError as error:
+        raise ValueError(f"backbone {model.name!r} needs diffusers and transformers: {install}") from error
+    for name in (model.family.transformer_class, model.family.pipeline_class, model.family.vae_class):
+        if not hasattr(diffusers, name):
+            raise ValueError(
+                f"backbone {model.name!r} needs {name}, which the installed diffusers {diffusers.__version__} has not: "
+                f"{install}"
+            )
+
+
 def load_pretrained(
     model: PublishedModel,
     device: torch.device | str,
@@ -416,8 +436,12 @@ def load_pretrained(
             raise ValueError(f"{name} must be at least {low}, found {value}")
     if lora_alpha is not None and not (lora_rank > 0 and lora_alpha > 0):
         raise ValueError(f"lora_alpha must be positive, beside a lora_rank, found {lora_alpha} at rank {lora_rank}")
+    most = model.family.most_text_tokens
+    if text_tokens is not None and most is not None and text_tokens > most:
+        raise ValueError(f"text_tokens must be at most {most} for {model.name}, found {text_tokens}")
     texts = PROMPTS if prompts is None else read_prompts(prompts)
     family = model.family
+    _require_classes(model)
     folder = find_folder(model.hub_id, path, revision)
     folder.require_class("transformer", family.transformer_class)
     default = model.size

@@ -9,13 +9,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from jagg_core.backbones.pretrained.base import Configs, PretrainedBackbone, PublishedModel, Size
+from jagg_core.backbones.pretrained.base import PublishedModel, Size
+from jagg_core.backbones.pretrained.packed import PackedBackbone, grid_ids, token_shift, unpack
 from jagg_core.backbones.pretrained.text import Text, TextBatch
 from jagg_core.backbones.repairs import ExactTimestep
-from jagg_core.schedule import dynamic_mu
 
 
-class Flux(PretrainedBackbone):
+class Flux(PackedBackbone):
     """diffusers' ``FluxTransformer2DModel``. Latents are packed: ``[tokens, 64]``, a token per 16x16 pixels."""
 
     transformer_class = "FluxTransformer2DModel"
@@ -50,26 +50,11 @@ class Flux(PretrainedBackbone):
         }
     )
     text_tokens = 512
-
-    @classmethod
-    def multiple(cls, configs: Configs) -> int:
-        """See `PretrainedBackbone`: VAE pixels, packed two by two."""
-        return vae_pixels(configs) * 2
-
-    @classmethod
-    def shape_of(cls, configs: Configs, size: Size) -> tuple[int, ...]:
-        """See `PretrainedBackbone`."""
-        rows, columns = cls._grid(configs, size)
-        return rows * columns, int(configs.transformer["in_channels"])
-
-    @classmethod
-    def _grid(cls, configs: Configs, size: Size) -> tuple[int, int]:
-        """Tokens per column and row."""
-        return size.height // cls.multiple(configs), size.width // cls.multiple(configs)
+    most_text_tokens = 512
 
     def exact_timestep(self) -> ExactTimestep:
         """See `PretrainedBackbone`."""
-        return ExactTimestep(self._transformer.time_text_embed, 1000)
+        return ExactTimestep(self._transformer.time_text_embed, factor=1000)
 
     def schedule_arguments(self, steps: int) -> dict[str, Any]:
         """See `PretrainedBackbone`: dev shifts with the number of tokens."""
@@ -94,46 +79,18 @@ class Flux(PretrainedBackbone):
             pooled_projections=text.pooled,
             encoder_hidden_states=text.tokens,
             txt_ids=latents.new_zeros(text.tokens.shape[1], 3),
-            img_ids=grid_ids(*self._grid(self.configs, self.size), latents),
+            img_ids=grid_ids(*self.grid, latents.device),
             return_dict=False,
         )[0]
         return velocity
 
     def decode_latents(self, vae: Any, latents: Tensor) -> Tensor:
         """See `PretrainedBackbone`."""
-        unpacked = unpack(latents, *self._grid(self.configs, self.size))
+        unpacked = unpack(latents, *self.grid)
         images: Tensor = vae.decode(unpacked / vae.config.scaling_factor + vae.config.shift_factor, return_dict=False)[
             0
         ]
         return images
-
-
-def vae_pixels(configs: Configs) -> int:
-    """Pixels per latent, for VAEs that halve the image between their levels."""
-    return int(2 ** (len(configs.vae["block_out_channels"]) - 1))
-
-
-def token_shift(configs: Configs, image_tokens: int) -> dict[str, float]:
-    """``mu`` for a scheduler that shifts with the number of tokens, nothing for another."""
-    scheduler = configs.scheduler
-    if not scheduler.get("use_dynamic_shifting"):
-        return {}
-    names = ("base_image_seq_len", "max_image_seq_len", "base_shift", "max_shift")
-    ends = (scheduler.get(name, usual) for name, usual in zip(names, (256, 4096, 0.5, 1.15), strict=True))
-    return {"mu": dynamic_mu(image_tokens, *ends)}
-
-
-def grid_ids(rows: int, columns: int, like: Tensor) -> Tensor:
-    """Positions ``[rows * columns, 3]`` of packed tokens: zero, row, column."""
-    row, column = torch.meshgrid(torch.arange(rows), torch.arange(columns), indexing="ij")
-    return torch.stack([torch.zeros_like(row), row, column], dim=-1).reshape(-1, 3).to(like)
-
-
-def unpack(latents: Tensor, rows: int, columns: int) -> Tensor:
-    """Packed tokens ``[N, rows * columns, 4 C]`` to latents ``[N, C, 2 rows, 2 columns]``."""
-    channels = latents.shape[-1] // 4
-    squares = latents.reshape(len(latents), rows, columns, channels, 2, 2).permute(0, 3, 1, 4, 2, 5)
-    return squares.reshape(len(latents), channels, 2 * rows, 2 * columns)
 
 
 _CONFIG = {

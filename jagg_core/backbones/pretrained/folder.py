@@ -76,7 +76,8 @@ class ModelFolder:
     def text_fingerprint(self) -> str:
         """What tells text encoders and tokenizers of one folder from another's: sizes and both ends of their files."""
         digest = blake2b(digest_size=12)
-        parts = [p for p in sorted(self.path.iterdir()) if p.name.startswith(("text_encoder", "tokenizer"))]
+        names = ("text_encoder", "tokenizer", "processor")
+        parts = [part for part in sorted(self.path.iterdir()) if part.name.startswith(names)]
         for file in (f for part in parts for f in sorted(part.rglob("*")) if f.is_file()):
             size = file.stat().st_size
             digest.update(f"{file.relative_to(self.path).as_posix()} {size} ".encode())

@@ -101,3 +101,33 @@ def louder(transformer: Any, layer: str, factor: float = 4.0) -> Any:
     with torch.no_grad():
         transformer.get_submodule(layer).weight.mul_(factor)
     return transformer
+
+
+CHAT = (
+    "{% for message in messages %}{% if message.role == 'user' %}<|im_start|>"
+    "{% if message.content is string %}{{ message.content }}{% else %}{{ message.content[0].text }}{% endif %}"
+    "<|im_end|>{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}>{% if enable_thinking is false %}!{% endif %}{% endif %}"
+)
+"""A chat template that is shorter than the published ones, and says no system message."""
+
+
+def qwen3(width: int = 16, layers: int = 2, head: bool = False) -> tuple[Any, Any]:
+    """A Qwen3 text encoder, with its language head or without, and its tokenizer of bytes."""
+    from transformers import Qwen2Tokenizer, Qwen3Config, Qwen3ForCausalLM, Qwen3Model
+
+    vocabulary = {letter: place for place, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    tokenizer = Qwen2Tokenizer(vocab=vocabulary, merges=[], model_max_length=2048, chat_template=CHAT)
+    tokenizer.add_tokens([AddedToken(token, special=True) for token in ("<|im_start|>", "<|im_end|>")])
+    config = Qwen3Config(
+        vocab_size=len(tokenizer),
+        hidden_size=width,
+        intermediate_size=16,
+        num_hidden_layers=layers,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=4,
+        max_position_embeddings=2048,
+        initializer_range=0.2,
+    )
+    return seeded(Qwen3ForCausalLM if head else Qwen3Model, config), tokenizer

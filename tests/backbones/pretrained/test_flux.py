@@ -13,7 +13,7 @@ import torch
 from jagg_core import initial_latents, sample_ode
 from jagg_core.backbones import load_backbone
 from jagg_core.backbones.pretrained import PretrainedBackbone
-from jagg_core.backbones.pretrained.flux import grid_ids, token_shift, unpack
+from jagg_core.backbones.pretrained.packed import grid_ids, token_shift, unpack
 from jagg_core.schedule import flux_schedule
 from tests.backbones.pretrained.conftest import FLUX_OPTIONS
 
@@ -104,7 +104,7 @@ def test_positions_and_packing_are_the_pipelines() -> None:
     from diffusers import FluxPipeline
 
     ids = FluxPipeline._prepare_latent_image_ids(1, 3, 5, "cpu", torch.float32)
-    assert torch.equal(grid_ids(3, 5, torch.zeros(1)), ids)
+    assert torch.equal(grid_ids(3, 5, torch.device("cpu")), ids)
     pixels = torch.arange(2 * 4 * 6 * 10.0).reshape(2, 4, 6, 10)
     packed = FluxPipeline._pack_latents(pixels, 2, 4, 6, 10)
     assert torch.equal(unpack(packed, 3, 5), pixels)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import socket
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,6 +18,7 @@ from huggingface_hub import errors
 from jagg_core import sample_ode
 from jagg_core.backbones import load_backbone
 from jagg_core.backbones.pretrained import PretrainedBackbone
+from jagg_core.backbones.pretrained.flux import Flux
 from jagg_core.backbones.pretrained.folder import PATTERNS, ModelFolder, find_folder
 from tests.backbones.pretrained.conftest import FLUX_OPTIONS
 
@@ -132,6 +134,19 @@ def test_options_out_of_range(folder: Path, option: dict[str, Any], match: str) 
 def test_an_empty_list_of_prompts(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "prompts.txt").write_text("\n \n")
     refused("prompts.txt has no prompt; write one per line", folder, prompts=str(tmp_path / "prompts.txt"))
+
+
+@pytest.mark.usefixtures("nothing_loads")
+def test_libraries_that_are_too_old(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Flux, "vae_class", "AutoencoderOfTomorrow")
+    refused(r"'flux-dev' needs AutoencoderOfTomorrow, which the installed diffusers .* has not: pip install", folder)
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    refused("'flux-dev' needs diffusers and transformers: pip install", folder)
+
+
+def test_lora_without_peft(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "peft", None)
+    refused("lora_rank needs peft: pip install", folder, lora_rank=2)
 
 
 def test_paths_that_are_no_folder() -> None:

@@ -92,14 +92,22 @@ def read_options(name: str, texts: Sequence[str]) -> dict[str, object]:
 
 
 def _converted(option: str, text: str, wanted: object) -> object:
-    """``text`` as an int or a float where ``wanted`` is one, or one or None; else as it is."""
-    kinds = [kind for kind in get_args(wanted) or (wanted,) if kind in (int, float)]
+    """``text`` as a number or a truth value where ``wanted`` is one, or one or None; else as it is."""
+    kinds = [kind for kind in get_args(wanted) or (wanted,) if kind in _READERS]
     for kind in kinds:
         try:
-            return kind(text)
-        except ValueError:
+            return _READERS[kind](text)
+        except (KeyError, ValueError):
             raise ValueError(f"{option} must be of type {kind.__name__}, found {text!r}") from None
     return text
+
+
+_READERS: dict[object, Callable[[str], object]] = {
+    int: int,
+    float: float,
+    bool: {"true": True, "false": False}.__getitem__,
+}
+"""How an option is read, by its type."""
 
 
 def load_backbone(

@@ -107,8 +107,10 @@ def test_options_are_read_by_their_types(optional: str) -> None:
     texts = ["height=512", "path=a/b=c", "rate=1e-3"]
     assert read_options(optional, texts) == {"height": 512, "path": "a/b=c", "rate": 0.001}
     assert read_options(optional, []) == {}
-    found = read_options("flux-dev", ["height=64", "lora_rank=4", "path=3", "calls=separate"])
-    assert found == {"height": 64, "lora_rank": 4, "path": "3", "calls": "separate"}
+    found = read_options("flux-dev", ["height=64", "path=3", "calls=separate", "random_weights=true"])
+    assert found == {"height": 64, "path": "3", "calls": "separate", "random_weights": True}
+    with pytest.raises(ValueError, match="random_weights must be of type bool, found 'yes'"):
+        read_options("flux-dev", ["random_weights=yes"])
 
 
 @pytest.mark.parametrize(

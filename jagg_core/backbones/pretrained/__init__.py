@@ -1,13 +1,9 @@
 """Models that people train, in diffusers' layout: a file per architecture, and what they share in `base`."""
 
 from jagg_core.backbones.pretrained import flux, flux2, qwen_image, sd3, wan, z_image
-from jagg_core.backbones.pretrained.base import (
-    PretrainedBackbone,
-    PretrainedPolicy,
-    PublishedModel,
-    Size,
-    load_pretrained,
-)
+from jagg_core.backbones.pretrained.base import PretrainedBackbone, PublishedModel, Size
+from jagg_core.backbones.pretrained.loading import load_pretrained
+from jagg_core.backbones.pretrained.policy import PretrainedPolicy
 
 MODELS: tuple[PublishedModel, ...] = (
     *flux.MODELS,

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import version
-from typing import Any, ClassVar, Literal, get_args
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
 
-from jagg_core.backbones.pretrained.folder import ModelFolder, find_folder
-from jagg_core.backbones.pretrained.lora import add_lora
-from jagg_core.backbones.pretrained.prompts import PROMPTS, read_prompts
-from jagg_core.backbones.pretrained.text import Text, TextBatch, TextStore, cache_folder
+from jagg_core.backbones.pretrained.folder import ModelFolder
+from jagg_core.backbones.pretrained.policy import PretrainedPolicy
+from jagg_core.backbones.pretrained.prompts import PROMPTS
+from jagg_core.backbones.pretrained.text import RandomTexts, Text, TextBatch, TextShape, TextStore, cache_folder
 from jagg_core.backbones.repairs import ExactTimestep, dtype_argument
 from jagg_core.policy import guided
 from jagg_core.schedule import check_sigmas
@@ -56,6 +54,7 @@ class PublishedModel:
         size: that the field's trainers use.
         description: one line.
         transformers: how many of this configuration there are.
+        vae: what the shape of latents depends on, of the VAE's configuration.
     """
 
     name: str
@@ -69,6 +68,7 @@ class PublishedModel:
     size: Size
     description: str
     transformers: int = 1
+    vae: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,8 @@ class PretrainedBackbone(ABC):
     def __init__(
         self,
         model: PublishedModel,
-        folder: ModelFolder,
+        folder: ModelFolder | None,
+        configs: Configs,
         transformer: nn.Module,
         size: Size,
         *,
@@ -124,7 +125,7 @@ class PretrainedBackbone(ABC):
     ) -> None:
         self.model = model
         self.folder = folder
-        self.configs = configs_of(folder)
+        self.configs = configs
         self._transformer: Any = transformer
         self.size = size
         self.prompts = prompts
@@ -133,9 +134,9 @@ class PretrainedBackbone(ABC):
         self.max_text_tokens = self.text_tokens if text_tokens is None else text_tokens
         self.timestep = self.exact_timestep()
         self._vae: Any = None
-        key = (type(self).__name__, str(self.max_text_tokens), str(self.dtype), folder.text_fingerprint)
-        versions = (version("diffusers"), version("transformers"))
-        self.text = TextStore((*key, *versions), self._load_encoder, self.device, cache_folder())
+        self.text: Callable[[Sequence[str]], list[Text]] = (
+            self._random_texts() if folder is None else self._store(folder)
+        )
 
     # What a family says of itself
 
@@ -164,6 +165,11 @@ class PretrainedBackbone(ABC):
                 raise ValueError(f"{name} must be a positive multiple of {multiple}, found {value}; nearest: {near}")
         if size.frames != 1:
             raise ValueError(f"frames must be 1 for a model of images, found {size.frames}")
+
+    @classmethod
+    @abstractmethod
+    def text_shape(cls, transformer: Mapping[str, Any], text_tokens: int) -> TextShape:
+        """Shape of a prompt of ``text_tokens`` tokens, as the pipeline encodes it for this configuration."""
 
     @abstractmethod
     def exact_timestep(self) -> ExactTimestep:
@@ -249,12 +255,18 @@ class PretrainedBackbone(ABC):
         return PretrainedPolicy(self, tuple(prompts), scale)
 
     def schedule(self, steps: int) -> Tensor:
-        """Sigmas of the pipeline's own scheduler, ``[steps + 1]``, fp64, the last one 0."""
+        """Sigmas of the pipeline's own scheduler, ``[steps + 1]``, fp64, the last one 0.
+
+        Raises:
+            ValueError: fewer steps than the scheduler can do, or a model without its folder.
+        """
         import diffusers
 
-        scheduler = diffusers.FlowMatchEulerDiscreteScheduler.from_config(self.scheduler_config())
+        if self.folder is None:
+            raise ValueError(f"schedule: {self.name} with random weights has none of its own; allowed: dance")
         if steps < 1:
             raise ValueError(f"steps must be at least 1, found {steps}")
+        scheduler = diffusers.FlowMatchEulerDiscreteScheduler.from_config(self.scheduler_config())
         scheduler.set_timesteps(**({"num_inference_steps": steps} | self.schedule_arguments(steps)))
         return check_sigmas(scheduler.sigmas)
 
@@ -288,184 +300,46 @@ class PretrainedBackbone(ABC):
         transformer: nn.Module = load(folder.path, subfolder="transformer", **dtype_argument(dtype), **LOCAL)
         return transformer
 
+    @classmethod
+    def build(cls, model: PublishedModel) -> nn.Module:
+        """The transformer of a published configuration, with random weights."""
+        import diffusers
+
+        transformer: nn.Module = getattr(diffusers, cls.transformer_class).from_config(dict(model.config))
+        return transformer
+
     def _load_vae(self) -> Any:
         import diffusers
 
+        if self.folder is None:
+            raise ValueError(f"{self.name} with random weights has no VAE: its samples cannot be decoded")
         self.folder.require_class("vae", self.vae_class)
         load = getattr(diffusers, self.vae_class).from_pretrained
         vae = load(self.folder.path, subfolder="vae", **dtype_argument(self.vae_dtype or self.dtype), **LOCAL)
         return vae.to(self.device).eval().requires_grad_(False)
 
-    def _load_encoder(self) -> Callable[[str], Text]:
+    def _random_texts(self) -> RandomTexts:
+        shape = self.text_shape(self.configs.transformer, self.max_text_tokens)
+        return RandomTexts(shape, self.device, self.dtype)
+
+    def _store(self, folder: ModelFolder) -> TextStore:
+        key = (type(self).__name__, str(self.max_text_tokens), str(self.dtype), folder.text_fingerprint)
+        versions = (version("diffusers"), version("transformers"))
+        return TextStore((*key, *versions), lambda: self._load_encoder(folder), self.device, cache_folder())
+
+    def _load_encoder(self, folder: ModelFolder) -> Callable[[str], Text]:
         import diffusers
 
         load = getattr(diffusers, self.pipeline_class).from_pretrained
-        pipeline = load(self.folder.path, **self.without_networks(), **dtype_argument(self.dtype), **LOCAL).to(
-            self.device
-        )
+        parts = self.without_networks() | dtype_argument(self.dtype) | LOCAL
+        pipeline = load(folder.path, **parts).to(self.device)
         return lambda prompt: self.encode(pipeline, prompt)
 
     @classmethod
-    def without_networks(cls) -> dict[str, None]:
+    def without_networks(cls) -> dict[str, Any]:
         """Parts of the pipeline that encoding a prompt does not need."""
         return {"transformer": None, "vae": None}
 
 
-LOCAL = {"local_files_only": True, "use_safetensors": True}
+LOCAL: dict[str, Any] = {"local_files_only": True, "use_safetensors": True}
 """Every part is read from the folder alone, and never unpickled."""
-
-
-class PretrainedPolicy:
-    """A `jagg_core.policy.VelocityPolicy` over a `PretrainedBackbone`: the prompts of a rollout, and their guidance."""
-
-    def __init__(self, backbone: PretrainedBackbone, prompts: tuple[str, ...], scale: float) -> None:
-        self.backbone = backbone
-        self.prompts = prompts
-        self.scale = scale
-        self.embeds = backbone.model.guidance == "embedded"
-        self.contrasts = backbone.model.guidance == "cfg" and scale != 1
-        distinct = list(dict.fromkeys(prompts))
-        self._texts = TextBatch.stack(backbone.text([*distinct, backbone.negative] if self.contrasts else distinct))
-        places = {prompt: place for place, prompt in enumerate(distinct)}
-        self._places = torch.tensor([places[prompt] for prompt in prompts], device=backbone.device)
-        self._negative = len(distinct)
-
-    def velocity(self, latents: Tensor, sigma: Tensor, rows: Tensor) -> Tensor:
-        """See `jagg_core.policy.VelocityPolicy`. fp32 where guidance combines two velocities."""
-        places = self._places[rows]
-        if not self.contrasts:
-            return self._call(latents, sigma, places)
-        negative = torch.full_like(places, self._negative)
-        if self.backbone.calls == "batched":
-            both = self._call(torch.cat([latents, latents]), torch.cat([sigma, sigma]), torch.cat([places, negative]))
-            conditional, unconditional = both.chunk(2)
-        else:
-            conditional, unconditional = (self._call(latents, sigma, p) for p in (places, negative))
-        return self.backbone.combine(conditional.float(), unconditional.float(), self.scale)
-
-    def _call(self, latents: Tensor, sigma: Tensor, places: Tensor) -> Tensor:
-        backbone, dtype = self.backbone, self.backbone.dtype
-        backbone.timestep.tell(sigma)
-        guidance = self.scale if self.embeds else None
-        return backbone.call(latents.to(dtype), sigma.to(dtype), self._texts[places], guidance)
-
-    def parameters(self) -> list[nn.Parameter]:
-        """The transformer's parameters, frozen ones included."""
-        return list(self.backbone.transformer.parameters())
-
-    def signature(self) -> dict[str, str]:
-        """What a replay must have in common with the rollout."""
-        backbone = self.backbone
-        told = [self.prompts, backbone.negative if self.contrasts else None, backbone.max_text_tokens]
-        return {
-            "backbone": backbone.name,
-            "guidance": repr(self.scale),
-            "dtype": str(backbone.dtype).removeprefix("torch."),
-            "size": f"{backbone.size.height}x{backbone.size.width}x{backbone.size.frames}",
-            "prompts": hashlib.blake2b(json.dumps(told).encode(), digest_size=8).hexdigest(),
-        }
-
-
-def configs_of(folder: ModelFolder) -> Configs:
-    """The configurations of a folder's parts.
-
-    Raises:
-        ValueError: one is missing or unreadable.
-    """
-    return Configs(folder.config("transformer"), folder.config("vae"), folder.config("scheduler"))
-
-
-def _require_classes(model: PublishedModel) -> None:
-    """Raise ValueError unless the installed libraries have what the model needs."""
-    install = "pip install -U 'jagg-core[pretrained]'"
-    try:
-        import diffusers
-        import transformers  # noqa: F401 (the text encoders are its models)
-    except ImportError as error:
-        raise ValueError(f"backbone {model.name!r} needs diffusers and transformers: {install}") from error
-    for name in (model.family.transformer_class, model.family.pipeline_class, model.family.vae_class):
-        if not hasattr(diffusers, name):
-            raise ValueError(
-                f"backbone {model.name!r} needs {name}, which the installed diffusers {diffusers.__version__} has not: "
-                f"{install}"
-            )
-
-
-def load_pretrained(
-    model: PublishedModel,
-    device: torch.device | str,
-    dtype: torch.dtype,
-    *,
-    path: str | None = None,
-    revision: str | None = None,
-    height: int | None = None,
-    width: int | None = None,
-    frames: int | None = None,
-    prompts: str | None = None,
-    negative_prompt: str | None = None,
-    text_tokens: int | None = None,
-    calls: Calls = "batched",
-    lora_rank: int = 0,
-    lora_alpha: int | None = None,
-) -> PretrainedBackbone:
-    """Load a model in eval mode.
-
-    Args:
-        model: what to load.
-        device: for the transformer, the VAE and, while they encode, the text encoders.
-        dtype: of all of them, but for VAEs that need fp32.
-        path: a local folder in diffusers' layout, or another hub id of the same architecture.
-        revision: branch, tag or commit of the hub.
-        height: in pixels.
-        width: in pixels.
-        frames: of a video.
-        prompts: a text file with a prompt per line, to draw from; default: a few of ours.
-        negative_prompt: for classifier-free guidance; default: the family's.
-        text_tokens: tokens a prompt may have; default: the family's.
-        calls: whether guidance makes one batched call or two.
-        lora_rank: above 0, train a LoRA of this rank instead of the weights. Needs peft.
-        lora_alpha: its scale; default: twice the rank.
-
-    Raises:
-        ValueError: an option out of range, no access, or a folder that is not this model's; before weights are read.
-    """
-    if calls not in get_args(Calls):
-        raise ValueError(f"calls must be one of {list(get_args(Calls))}, found {calls!r}")
-    for name, value, low in (("text_tokens", text_tokens, 1), ("lora_rank", lora_rank, 0)):
-        if value is not None and value < low:
-            raise ValueError(f"{name} must be at least {low}, found {value}")
-    if lora_alpha is not None and not (lora_rank > 0 and lora_alpha > 0):
-        raise ValueError(f"lora_alpha must be positive, beside a lora_rank, found {lora_alpha} at rank {lora_rank}")
-    most = model.family.most_text_tokens
-    if text_tokens is not None and most is not None and text_tokens > most:
-        raise ValueError(f"text_tokens must be at most {most} for {model.name}, found {text_tokens}")
-    texts = PROMPTS if prompts is None else read_prompts(prompts)
-    family = model.family
-    _require_classes(model)
-    folder = find_folder(model.hub_id, path, revision)
-    folder.require_class("transformer", family.transformer_class)
-    default = model.size
-    size = Size(
-        *(
-            d if v is None else v
-            for v, d in zip((height, width, frames), (default.height, default.width, default.frames), strict=True)
-        )
-    )
-    family.check_size(configs_of(folder), size)
-    folder.check_weights()
-    transformer = family.load_transformer(folder, dtype).to(device).eval()
-    backbone = family(
-        model,
-        folder,
-        transformer,
-        size,
-        prompts=texts,
-        negative_prompt=negative_prompt,
-        text_tokens=text_tokens,
-        calls=calls,
-    )
-    if lora_rank > 0:
-        add_lora(transformer, family.lora_targets, lora_rank, lora_alpha)
-    for module in backbone.unread():
-        module.requires_grad_(False)
-    return backbone

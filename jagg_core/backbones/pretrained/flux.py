@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -10,8 +11,8 @@ import torch
 from torch import Tensor
 
 from jagg_core.backbones.pretrained.base import PublishedModel, Size
-from jagg_core.backbones.pretrained.packed import PackedBackbone, grid_ids, token_shift, unpack
-from jagg_core.backbones.pretrained.text import Text, TextBatch
+from jagg_core.backbones.pretrained.packed import EIGHT_PIXELS, PackedBackbone, grid_ids, token_shift, unpack
+from jagg_core.backbones.pretrained.text import Text, TextBatch, TextShape
 from jagg_core.backbones.repairs import ExactTimestep
 
 
@@ -51,6 +52,11 @@ class Flux(PackedBackbone):
     )
     text_tokens = 512
     most_text_tokens = 512
+
+    @classmethod
+    def text_shape(cls, transformer: Mapping[str, Any], text_tokens: int) -> TextShape:
+        """See `PretrainedBackbone`."""
+        return TextShape(text_tokens, transformer["joint_attention_dim"], transformer["pooled_projection_dim"])
 
     def exact_timestep(self) -> ExactTimestep:
         """See `PretrainedBackbone`."""
@@ -113,6 +119,7 @@ MODELS = (
         parameters=11_901_408_320,
         config=MappingProxyType(_CONFIG | {"guidance_embeds": True}),
         family=Flux,
+        vae=EIGHT_PIXELS,
         guidance="embedded",
         scale=3.5,
         size=Size(512, 512),
@@ -125,6 +132,7 @@ MODELS = (
         parameters=11_891_178_560,
         config=MappingProxyType(_CONFIG | {"guidance_embeds": False}),
         family=Flux,
+        vae=EIGHT_PIXELS,
         guidance="none",
         scale=1.0,
         size=Size(512, 512),

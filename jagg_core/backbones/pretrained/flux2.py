@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from importlib import import_module
 from types import MappingProxyType
 from typing import Any
@@ -11,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from jagg_core.backbones.pretrained.base import PublishedModel, Size
-from jagg_core.backbones.pretrained.packed import PackedBackbone, unpack
-from jagg_core.backbones.pretrained.text import Text, TextBatch
+from jagg_core.backbones.pretrained.packed import EIGHT_PIXELS, PackedBackbone, unpack
+from jagg_core.backbones.pretrained.text import Text, TextBatch, TextShape
 from jagg_core.backbones.repairs import ExactTimestep
 
 _MOST_SINGLE_BLOCKS = 48
@@ -75,6 +76,11 @@ class Flux2(PackedBackbone):
         }
     )
     text_tokens = 512
+
+    @classmethod
+    def text_shape(cls, transformer: Mapping[str, Any], text_tokens: int) -> TextShape:
+        """See `PretrainedBackbone`."""
+        return TextShape(text_tokens, transformer["joint_attention_dim"])
 
     def exact_timestep(self) -> ExactTimestep:
         """See `PretrainedBackbone`."""
@@ -182,6 +188,7 @@ def _klein(size: str, base: bool, licence: str, parameters: int, config: dict[st
         parameters=parameters,
         config=MappingProxyType(config),
         family=Flux2Klein,
+        vae=EIGHT_PIXELS,
         guidance="cfg" if base else "none",
         scale=4.0 if base else 1.0,
         size=Size(512, 512),
@@ -198,6 +205,7 @@ MODELS = (
         parameters=32_223_281_152,
         config=MappingProxyType(_DEV),
         family=Flux2,
+        vae=EIGHT_PIXELS,
         guidance="embedded",
         scale=4.0,
         size=Size(512, 512),

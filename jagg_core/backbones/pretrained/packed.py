@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import MappingProxyType
+
 import torch
 from torch import Tensor
 
@@ -28,6 +30,10 @@ class PackedBackbone(PretrainedBackbone):
         """Rows and columns of tokens."""
         multiple = self.multiple(self.configs)
         return self.size.height // multiple, self.size.width // multiple
+
+
+EIGHT_PIXELS = MappingProxyType({"block_out_channels": (128, 256, 512, 512)})
+"""What the shape of latents depends on, of the VAEs of FLUX, SD3 and Z-Image: 8x8 pixels per latent."""
 
 
 def vae_pixels(configs: Configs) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping
 from importlib import import_module
 from types import MappingProxyType
 from typing import Any
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 
 from jagg_core.backbones.pretrained.base import Configs, PublishedModel, Size
 from jagg_core.backbones.pretrained.packed import PackedBackbone, token_shift, unpack
-from jagg_core.backbones.pretrained.text import Text, TextBatch
+from jagg_core.backbones.pretrained.text import Text, TextBatch, TextShape
 from jagg_core.backbones.repairs import ExactTimestep, unread_text_stream
 
 VARIANTS = ("guidance_embeds", "zero_cond_t", "use_additional_t_cond", "use_layer3d_rope")
@@ -76,6 +77,11 @@ class QwenImage(PackedBackbone):
                     f"{configs.transformer[name]!r}: another model of the Qwen-Image family?"
                 )
         super().check_size(configs, size)
+
+    @classmethod
+    def text_shape(cls, transformer: Mapping[str, Any], text_tokens: int) -> TextShape:
+        """See `PretrainedBackbone`."""
+        return TextShape(text_tokens, transformer["joint_attention_dim"])
 
     def exact_timestep(self) -> ExactTimestep:
         """See `PretrainedBackbone`. The embedding itself multiplies sigma by 1000."""
@@ -176,6 +182,7 @@ MODELS = (
             }
         ),
         family=QwenImage,
+        vae={"temperal_downsample": (False, True, True)},
         guidance="cfg",
         scale=4.0,
         size=Size(512, 512),

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
 from torch import Tensor
 
 from jagg_core.backbones.pretrained.base import Configs, PretrainedBackbone, PublishedModel, Size
-from jagg_core.backbones.pretrained.packed import token_shift, vae_pixels
-from jagg_core.backbones.pretrained.text import Text, TextBatch
+from jagg_core.backbones.pretrained.packed import EIGHT_PIXELS, token_shift, vae_pixels
+from jagg_core.backbones.pretrained.text import Text, TextBatch, TextShape
 from jagg_core.backbones.repairs import ExactTimestep
 
 
@@ -74,6 +75,11 @@ class StableDiffusion3(PretrainedBackbone):
         pixels = vae_pixels(configs)
         return int(configs.transformer["in_channels"]), size.height // pixels, size.width // pixels
 
+    @classmethod
+    def text_shape(cls, transformer: Mapping[str, Any], text_tokens: int) -> TextShape:
+        """See `PretrainedBackbone`: CLIP's 77 tokens, then T5's."""
+        return TextShape(77 + text_tokens, transformer["joint_attention_dim"], transformer["pooled_projection_dim"])
+
     def exact_timestep(self) -> ExactTimestep:
         """See `PretrainedBackbone`."""
         return ExactTimestep(self._transformer.time_text_embed, factor=1000)
@@ -136,6 +142,7 @@ MODELS = (
             }
         ),
         family=StableDiffusion3,
+        vae=EIGHT_PIXELS,
         guidance="cfg",
         scale=4.5,
         size=Size(512, 512),
@@ -157,6 +164,7 @@ MODELS = (
             }
         ),
         family=StableDiffusion3,
+        vae=EIGHT_PIXELS,
         guidance="cfg",
         scale=4.5,
         size=Size(512, 512),

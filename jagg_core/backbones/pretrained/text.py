@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save
 from torch import Tensor
 
 from jagg_core.records import write_atomically
+from jagg_core.seeding import generator_for
 
 
 @dataclass(frozen=True)
@@ -42,11 +43,14 @@ class TextBatch:
     @staticmethod
     def stack(texts: Sequence[Text]) -> TextBatch:
         """Pad and stack."""
-        longest = max(len(text.tokens) for text in texts)
+        lengths = [len(text.tokens) for text in texts]
+        longest = max(lengths)
         tokens = torch.stack([_padded(text.tokens, longest) for text in texts])
-        mask = torch.stack([torch.arange(longest, device=tokens.device) < len(text.tokens) for text in texts])
+        mask = None
+        if min(lengths) < longest:
+            mask = torch.stack([torch.arange(longest, device=tokens.device) < length for length in lengths])
         pooled = [text.pooled for text in texts if text.pooled is not None]
-        return TextBatch(tokens, None if mask.all() else mask, torch.stack(pooled) if pooled else None)
+        return TextBatch(tokens, mask, torch.stack(pooled) if pooled else None)
 
     def __getitem__(self, rows: Tensor) -> TextBatch:
         """The prompts of ``rows`` [N], at the same length."""
@@ -120,3 +124,30 @@ class TextStore:
     def _write(self, prompt: str, text: Text) -> None:
         tensors = {"tokens": text.tokens} | ({} if text.pooled is None else {"pooled": text.pooled})
         write_atomically(self._file(prompt), save({name: t.detach().cpu().contiguous() for name, t in tensors.items()}))
+
+
+@dataclass(frozen=True)
+class TextShape:
+    """Shape of one encoded prompt; ``pooled`` None for models without."""
+
+    tokens: int
+    width: int
+    pooled: int | None = None
+
+
+class RandomTexts:
+    """Normal stand-ins for encoded prompts, the same for the same prompt: for timing, where values mean nothing."""
+
+    def __init__(self, shape: TextShape, device: torch.device, dtype: torch.dtype) -> None:
+        self._shape, self._device, self._dtype = shape, device, dtype
+
+    def __call__(self, prompts: Sequence[str]) -> list[Text]:
+        """The stand-ins, in order."""
+        return [self._draw(prompt) for prompt in prompts]
+
+    def _draw(self, prompt: str) -> Text:
+        generator = generator_for(0, "text", prompt)
+        tokens = torch.randn(self._shape.tokens, self._shape.width, generator=generator)
+        pooled = torch.randn(self._shape.pooled or 0, generator=generator)
+        placed, other = (part.to(self._device, self._dtype) for part in (tokens, pooled))
+        return Text(placed, None if self._shape.pooled is None else other)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 
 from jagg_core.backbones.pretrained.base import LOCAL, Configs, PretrainedBackbone, PublishedModel, Size
 from jagg_core.backbones.pretrained.folder import ModelFolder
-from jagg_core.backbones.pretrained.text import Text, TextBatch
+from jagg_core.backbones.pretrained.text import Text, TextBatch, TextShape
 from jagg_core.backbones.repairs import ExactTimestep, dtype_argument
 
 
@@ -72,6 +73,11 @@ class Wan(PretrainedBackbone):
     def dtype(self) -> torch.dtype:
         """Dtype that the transformer computes in; diffusers keeps its norms and tables in fp32."""
         return next(p.dtype for name, p in self.transformer.named_parameters() if "patch_embedding" in name)
+
+    @classmethod
+    def text_shape(cls, transformer: Mapping[str, Any], text_tokens: int) -> TextShape:
+        """See `PretrainedBackbone`."""
+        return TextShape(text_tokens, transformer["text_dim"])
 
     def exact_timestep(self) -> ExactTimestep:
         """See `PretrainedBackbone`."""
@@ -178,6 +184,12 @@ class WanExperts(Wan):
         return timestep
 
     @classmethod
+    def build(cls, model: PublishedModel) -> nn.Module:
+        """See `PretrainedBackbone`."""
+        high, low = (super(WanExperts, cls).build(model) for _ in range(2))
+        return Experts(high, low, BOUNDARY)
+
+    @classmethod
     def load_transformer(cls, folder: ModelFolder, dtype: torch.dtype) -> nn.Module:
         """Both transformers of a folder, on the CPU.
 
@@ -197,6 +209,9 @@ class WanExperts(Wan):
         )
         return Experts(high, low, boundary)
 
+
+BOUNDARY = 0.875
+"""Of sigma, between the experts as published."""
 
 _LATENT_STATISTICS = ("latents_mean", "latents_std")
 
@@ -272,6 +287,7 @@ MODELS = (
             | {"num_attention_heads": 24, "ffn_dim": 14336, "num_layers": 30, "in_channels": 48, "out_channels": 48}
         ),
         family=Wan,
+        vae={"scale_factor_spatial": 16, "scale_factor_temporal": 4},
         guidance="cfg",
         scale=5.0,
         size=Size(256, 416, 33),

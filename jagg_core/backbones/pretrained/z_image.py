@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -10,8 +11,8 @@ import torch
 from torch import Tensor
 
 from jagg_core.backbones.pretrained.base import Configs, PretrainedBackbone, PublishedModel, Size
-from jagg_core.backbones.pretrained.packed import token_shift, vae_pixels
-from jagg_core.backbones.pretrained.text import Text, TextBatch
+from jagg_core.backbones.pretrained.packed import EIGHT_PIXELS, token_shift, vae_pixels
+from jagg_core.backbones.pretrained.text import Text, TextBatch, TextShape
 from jagg_core.backbones.repairs import ExactTimestep
 
 PATCH = 2
@@ -75,6 +76,11 @@ class ZImage(PretrainedBackbone):
         pixels = vae_pixels(configs)
         return int(configs.transformer["in_channels"]), size.height // pixels, size.width // pixels
 
+    @classmethod
+    def text_shape(cls, transformer: Mapping[str, Any], text_tokens: int) -> TextShape:
+        """See `PretrainedBackbone`."""
+        return TextShape(text_tokens, transformer["cap_feat_dim"])
+
     def exact_timestep(self) -> ExactTimestep:
         """See `PretrainedBackbone`."""
         return ReversedTimestep(self._transformer.t_embedder, factor=self._transformer.t_scale)
@@ -133,6 +139,7 @@ MODELS = (
         parameters=6_154_908_736,
         config=_CONFIG,
         family=ZImage,
+        vae=EIGHT_PIXELS,
         guidance="none",
         scale=1.0,
         size=Size(512, 512),
@@ -145,6 +152,7 @@ MODELS = (
         parameters=6_154_908_736,
         config=_CONFIG,
         family=ZImage,
+        vae=EIGHT_PIXELS,
         guidance="cfg",
         scale=5.0,
         size=Size(512, 512),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,8 @@ from jagg_core import (
 )
 from jagg_core.backbones import load_backbone
 from jagg_core.backbones.check import check_backbone
-from jagg_core.backbones.pretrained import MODELS, PretrainedBackbone
+from jagg_core.backbones.pretrained import MODELS, PretrainedBackbone, load_pretrained
+from jagg_core.backbones.pretrained.base import Configs
 from tests.backbones.pretrained.conftest import PROMPTS, TINY
 
 Folders = Callable[[str], Path]
@@ -159,6 +161,48 @@ def test_what_is_decoded_equals_the_pipeline(name: str, folders: Folders) -> Non
     theirs = theirs.movedim(1, 2) if theirs.ndim == 5 else theirs.unsqueeze(2)  # videos come as [N, F, C, H, W]
     torch.testing.assert_close(backbone.decode_video(final), theirs, atol=1e-4, rtol=1e-4)
     assert backbone.decode(final).shape == (3, 3, backbone.size.height, backbone.size.width)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_random_weights_need_no_file(name: str, folders: Folders) -> None:
+    """The same shapes as from the folder: of latents up to the VAE, of prompts but for the length of a real one."""
+    loaded = load(folders, name)
+    [published] = [model for model in MODELS if model.name == name]
+    config = {key: value for key, value in loaded.configs.transformer.items() if not key.startswith("_")}
+    model = replace(published, config=config, vae=loaded.configs.vae)
+    backbone = load_pretrained(model, "cpu", torch.bfloat16, random_weights=True, **TINY[name].options)
+    assert backbone.latent_shape == loaded.latent_shape
+    real, stand_in = (found.text(["a"])[0] for found in (loaded, backbone))
+    assert real.tokens.shape[1] == stand_in.tokens.shape[1] and len(real.tokens) <= len(stand_in.tokens)
+    assert (real.pooled is None) == (stand_in.pooled is None)
+    assert real.pooled is None or stand_in.pooled is None or real.pooled.shape == stand_in.pooled.shape
+    again = load_pretrained(model, "cpu", torch.bfloat16, random_weights=True, **TINY[name].options)
+    sigma, rows = torch.tensor([0.9, 0.5, 0.2]), torch.arange(3)
+    first, second = (made.policy(PROMPTS).velocity(noise(backbone), sigma, rows) for made in (backbone, again))
+    assert torch.equal(first, second) and first.isfinite().all() and first.any()
+    assert backbone.dtype == torch.bfloat16 and torch.get_default_dtype() == torch.float32
+    with pytest.raises(ValueError, match="random weights has no VAE: its samples cannot be decoded"):
+        backbone.decode(noise(backbone))
+    with pytest.raises(ValueError, match="random weights has none of its own; allowed: dance"):
+        backbone.schedule(4)
+
+
+def test_random_weights_are_of_no_folder() -> None:
+    with pytest.raises(ValueError, match="random_weights needs neither path nor revision, found None and 'main'"):
+        load_backbone("flux-dev", random_weights=True, revision="main")
+
+
+@pytest.mark.parametrize("model", MODELS, ids=lambda m: m.name)
+def test_published_shapes(model: Any) -> None:
+    """Eight pixels per latent, or 16 in Wan 2.2's 5B; packed two by two where latents are tokens."""
+    configs = Configs(model.config, model.vae)
+    model.family.check_size(configs, model.size)
+    *_, height, width = model.family.shape_of(configs, model.size)
+    pixels = {"wan2.2-5b": 16}.get(model.name, 8)
+    if len(model.family.shape_of(configs, model.size)) > 2:
+        assert (height, width) == (model.size.height // pixels, model.size.width // pixels)
+    else:
+        assert (height, width) == ((model.size.height // 16) * (model.size.width // 16), model.config["in_channels"])
 
 
 @pytest.mark.parametrize("model", MODELS, ids=lambda m: m.name)

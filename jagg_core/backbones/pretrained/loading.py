@@ -1,0 +1,142 @@
+"""Loading a published model: from its folder, or with random weights where only time and memory are asked for."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import get_args
+
+import torch
+from torch import nn
+
+from jagg_core.backbones.pretrained.base import Calls, Configs, PretrainedBackbone, PublishedModel
+from jagg_core.backbones.pretrained.folder import ModelFolder, find_folder
+from jagg_core.backbones.pretrained.lora import add_lora
+from jagg_core.backbones.pretrained.prompts import PROMPTS, read_prompts
+
+
+def configs_of(folder: ModelFolder) -> Configs:
+    """The configurations of a folder's parts.
+
+    Raises:
+        ValueError: one is missing or unreadable.
+    """
+    return Configs(folder.config("transformer"), folder.config("vae"), folder.config("scheduler"))
+
+
+def _require_classes(model: PublishedModel) -> None:
+    """Raise ValueError unless the installed libraries have what the model needs."""
+    install = "pip install -U 'jagg-core[pretrained]'"
+    try:
+        import diffusers
+        import transformers  # noqa: F401 (the text encoders are its models)
+    except ImportError as error:
+        raise ValueError(f"backbone {model.name!r} needs diffusers and transformers: {install}") from error
+    for name in (model.family.transformer_class, model.family.pipeline_class, model.family.vae_class):
+        if not hasattr(diffusers, name):
+            raise ValueError(
+                f"backbone {model.name!r} needs {name}, which the installed diffusers {diffusers.__version__} has not: "
+                f"{install}"
+            )
+
+
+def load_pretrained(
+    model: PublishedModel,
+    device: torch.device | str,
+    dtype: torch.dtype,
+    *,
+    path: str | None = None,
+    revision: str | None = None,
+    height: int | None = None,
+    width: int | None = None,
+    frames: int | None = None,
+    prompts: str | None = None,
+    negative_prompt: str | None = None,
+    text_tokens: int | None = None,
+    calls: Calls = "batched",
+    lora_rank: int = 0,
+    lora_alpha: int | None = None,
+    random_weights: bool = False,
+) -> PretrainedBackbone:
+    """Load a model in eval mode.
+
+    Args:
+        model: what to load.
+        device: for the transformer, the VAE and, while they encode, the text encoders.
+        dtype: of all of them, but for VAEs that need fp32.
+        path: a local folder in diffusers' layout, or another hub id of the same architecture.
+        revision: branch, tag or commit of the hub.
+        height: in pixels.
+        width: in pixels.
+        frames: of a video.
+        prompts: a text file with a prompt per line, to draw from; default: a few of ours.
+        negative_prompt: for classifier-free guidance; default: the family's.
+        text_tokens: tokens a prompt may have; default: the family's.
+        calls: whether guidance makes one batched call or two.
+        lora_rank: above 0, train a LoRA of this rank instead of the weights. Needs peft.
+        lora_alpha: its scale; default: twice the rank.
+        random_weights: build the published configuration without any file, to measure time and memory. Prompts are
+            random too, of ``text_tokens`` tokens, and nothing can be decoded.
+
+    Raises:
+        ValueError: an option out of range, no access, or a folder that is not this model's; before weights are read.
+    """
+    if calls not in get_args(Calls):
+        raise ValueError(f"calls must be one of {list(get_args(Calls))}, found {calls!r}")
+    for name, value, low in (("text_tokens", text_tokens, 1), ("lora_rank", lora_rank, 0)):
+        if value is not None and value < low:
+            raise ValueError(f"{name} must be at least {low}, found {value}")
+    if lora_alpha is not None and not (lora_rank > 0 and lora_alpha > 0):
+        raise ValueError(f"lora_alpha must be positive, beside a lora_rank, found {lora_alpha} at rank {lora_rank}")
+    most = model.family.most_text_tokens
+    if text_tokens is not None and most is not None and text_tokens > most:
+        raise ValueError(f"text_tokens must be at most {most} for {model.name}, found {text_tokens}")
+    texts = PROMPTS if prompts is None else read_prompts(prompts)
+    family = model.family
+    _require_classes(model)
+    wanted = {"height": height, "width": width, "frames": frames}
+    size = replace(model.size, **{name: value for name, value in wanted.items() if value is not None})
+    folder = None
+    if random_weights:
+        if path is not None or revision is not None:
+            raise ValueError(f"random_weights needs neither path nor revision, found {path!r} and {revision!r}")
+        configs = Configs(model.config, model.vae)
+        family.check_size(configs, size)
+        transformer = random_transformer(model, device, dtype)
+    else:
+        folder = find_folder(model.hub_id, path, revision)
+        folder.require_class("transformer", family.transformer_class)
+        configs = configs_of(folder)
+        family.check_size(configs, size)
+        folder.check_weights()
+        transformer = family.load_transformer(folder, dtype).to(device)
+    backbone = family(
+        model,
+        folder,
+        configs,
+        transformer.eval(),
+        size,
+        prompts=texts,
+        negative_prompt=negative_prompt,
+        text_tokens=text_tokens,
+        calls=calls,
+    )
+    if lora_rank > 0:
+        add_lora(transformer, family.lora_targets, lora_rank, lora_alpha)
+    for module in backbone.unread():
+        module.requires_grad_(False)
+    return backbone
+
+
+def random_transformer(
+    model: PublishedModel, device: torch.device | str, dtype: torch.dtype, seed: int = 0
+) -> nn.Module:
+    """The published transformer with random weights, built on ``device`` (meta too) in ``dtype``."""
+    usual = torch.get_default_dtype()
+    indices = [torch.device(device)] if torch.device(device).type == "cuda" else []
+    with torch.random.fork_rng(devices=indices), torch.device(device):
+        torch.manual_seed(seed)
+        torch.set_default_dtype(dtype)
+        try:
+            return model.family.build(model)
+        finally:
+            torch.set_default_dtype(usual)

@@ -307,6 +307,26 @@ def leak_bars(table: pd.DataFrame) -> Figure:
     return figure
 
 
+def cost_by_devices(table: pd.DataFrame) -> Figure:
+    """Predicted speed-up over exact against the number of devices: of a group, of the update, of the whole step."""
+    with _style():
+        parts = ("group", "update", "step")
+        figure = Figure(figsize=(12.5, 3.8), layout="constrained")
+        panels = figure.subplots(1, len(parts))
+        markers = "osv^DPX<>"
+        for axes, part in zip(panels, parts, strict=True):
+            for number, (_, own) in enumerate(table.groupby("scheme", sort=False)):
+                marker, label = markers[number % len(markers)], own["label"].iloc[0]
+                axes.plot(own["ranks"], own[f"{part}_speed_up"], marker=marker, markersize=4, linewidth=1, label=label)
+            axes.set_xscale("log", base=2)
+            axes.set_xticks(sorted(set(table["ranks"])), [str(n) for n in sorted(set(table["ranks"]))])
+            axes.set_xlabel("devices")
+            axes.set_title({"group": "one group", "update": "the update", "step": "a whole training step"}[part])
+        panels[0].set_ylabel("predicted speed-up over exact")
+        panels[-1].legend(fontsize=7, loc="upper left", bbox_to_anchor=(1, 1))
+    return figure
+
+
 def rendered(figure: Figure) -> dict[str, bytes]:
     """The figure as PNG and SVG, free of dates."""
     files = {}

@@ -65,7 +65,10 @@ class Job:
         self.workers = settings.workers or automatic
         policy = self.backbone.policy(self.backbone.prompts[:1], recipe.guidance)
         self.blocks = parameter_blocks(policy, self.backbone.transformer)
-        self.signature = {k: v for k, v in policy_signature(policy).items() if k != "prompts"}
+        told = policy_signature(policy)
+        self.signature = {k: v for k, v in told.items() if k != "prompts"}
+        # with a prompt's own digest, which holds what else it was encoded with
+        self.prompts = [told.get("prompts"), *self.backbone.prompts]
         self.weights = weights_version(policy)
         self.record = Record(
             kind=kind,
@@ -91,7 +94,8 @@ class Job:
 
     def key(self, eta: float, recipe: Recipe, **more: Any) -> dict[str, Any]:
         """What numbers of rollouts depend on."""
-        own = {"backbone": self.backbone.name, "weights": self.weights, "signature": self.signature}
+        own: dict[str, Any] = {"backbone": self.backbone.name, "weights": self.weights, "prompts": self.prompts}
+        own |= {"signature": self.signature}
         own |= {"reward": self.settings.reward, "objective": repr(self.objective), "format": TABLE_FORMAT}
         return own | {"eta": eta, "recipe": asdict(recipe)} | more
 

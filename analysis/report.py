@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import base64
 from pathlib import Path
 
 import pandas as pd
-from jinja2 import Environment, PackageLoader, StrictUndefined
 from matplotlib.figure import Figure
 
 from analysis import figures, signal_tables, tables
 from analysis.calibration import calibration
+from analysis.cost import write_cost_report
 from analysis.findings import findings, paper_estimator
+from analysis.page import data_uri, render, write_tables_and_figures
 from analysis.printable import printable
 from jagg_core.records import Record, RecordError, write_atomically, write_json
 
@@ -50,27 +50,22 @@ def write_report(run: Path) -> tuple[Path, dict[str, pd.DataFrame], list[str]]:
     if not (run / "record.json").exists():
         raise RecordError(f"{run} holds no record.json: is it the folder of a finished run?")
     record = Record.read(run / "record.json")
+    if record.kind == "cost":
+        return write_cost_report(run, record)
     frames = tables.all_tables(record, [Record.read(path) for path in sorted(run.glob("speed-*.json"))])
     if record.kind == "calibrate":
         frames |= signal_tables.all_tables(record)
-    for name, frame in frames.items():
-        write_atomically(run / "tables" / f"{name}.csv", frame.to_csv(index=False).encode())
-    pictures = {}
-    for name, figure in make_figures(record, frames).items():
-        for kind, content in figures.rendered(figure).items():
-            write_atomically(run / "figures" / f"{name}.{kind}", content)
-            if kind == "png":
-                pictures[name] = _data_uri(content)
+    pictures = write_tables_and_figures(run, frames, make_figures(record, frames))
     shown, said = printable(frames), findings(record, frames)
     samples = run / "samples.png"
-    environment = Environment(loader=PackageLoader("analysis"), autoescape=True, undefined=StrictUndefined)
-    page = environment.get_template("report.html").render(
+    page = render(
+        "report.html",
+        shown=shown,
         record=record,
         steps=len(record.schedule),
         findings=said,
-        tables={name: frame.to_html(index=False, border=0, escape=True) for name, frame in shown.items()},
         pictures=pictures,
-        samples=_data_uri(samples.read_bytes()) if samples.exists() else None,
+        samples=data_uri(samples.read_bytes()) if samples.exists() else None,
         sample_cell=next((c for c in record.cells if c.name == "samples" and c.status == "ok"), None),
     )
     write_atomically(run / "report.html", page.encode())
@@ -78,7 +73,3 @@ def write_report(run: Path) -> tuple[Path, dict[str, pd.DataFrame], list[str]]:
         if any(c.name == f"eta={eta:g}/knots" and c.status == "ok" for c in record.cells):
             write_json(run / f"calibration-eta{eta:g}.json", calibration(record, eta, frames))
     return run / "report.html", shown, said
-
-
-def _data_uri(png: bytes) -> str:
-    return "data:image/png;base64," + base64.b64encode(png).decode()

@@ -121,14 +121,17 @@ def time_groups(settings: Reproduce, out: Path) -> None:
             ("eta", settings.etas[0]),
             ("steps", settings.recipe.steps),
             ("shift", settings.recipe.shift),
-            ("schedule", settings.recipe.schedule),
             ("device", settings.device),
             ("dtype", settings.dtype),
             ("seed", settings.recipe.seed),
         ):
             command += [f"--{flag}", str(value)]
-        if name == settings.backbone and settings.backbone_options:
-            command += ["--backbone-options", *settings.backbone_options]
+        if name == settings.backbone:
+            command += ["--schedule", settings.recipe.schedule]
+            if settings.recipe.guidance is not None:
+                command += ["--guidance", str(settings.recipe.guidance)]
+            if settings.backbone_options:
+                command += ["--backbone-options", *settings.backbone_options]
         done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
         if not target.exists():
             cells = [Cell("speed", "failed", f"python -m bench group ended with exit code {done.returncode}")]

@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import Any
 
 from tqdm import tqdm
 
+from bench.cost import SCHEMES, Machine, Update
+from bench.cost_study import CostStudy, run_cost_study
 from bench.group import GroupBench, run_group_bench
 from jagg_core.flags import add_flags, given
-from jagg_core.records import require_writable
+from jagg_core.records import Record, require_writable
 
+COST_EXAMPLE = (
+    "example: python -m bench cost --backbone flux-dev --backbone-options height=720 width=720 "
+    "--window 4 --ranks 8 64 --out results/cost-flux-dev"
+)
 GROUP_EXAMPLE = "example: python -m bench group --backbone digits-flux --batch 16 --window 5 --out results/speed.json"
 
 
@@ -24,8 +31,50 @@ def parser() -> argparse.ArgumentParser:
         epilog=GROUP_EXAMPLE,
     )
     add_flags(group, GroupBench)
+    _add_cost(commands)
     group.add_argument("--out", type=Path, required=True, help="record to write (JSON)")
     return top
+
+
+def _add_cost(commands: Any) -> None:
+    cost = commands.add_parser(
+        "cost",
+        help="predict times of a group, an update and a step on 1 to 1024 devices, from counted operations",
+        epilog=COST_EXAMPLE,
+    )
+    for owner in (CostStudy, Update, Machine):
+        add_flags(cost, owner, skip=("update", "machine"))
+    cost.add_argument("--out", type=Path, required=True, help="run folder; python -m analysis report makes its page")
+
+
+def time_group(arguments: argparse.Namespace) -> Record:
+    """Time a group and write the record."""
+    settings = GroupBench(**given(arguments, GroupBench))
+    require_writable(arguments.out)
+    with tqdm(total=settings.rounds + 8, desc=f"time {settings.backbone}") as bar:
+        record = run_group_bench(settings, progress=lambda _: bar.update())
+    record.write(arguments.out)
+    print(f"wrote {arguments.out}")
+    return record
+
+
+def predict_cost(arguments: argparse.Namespace) -> Record:
+    """Predict, write the record, and print the whole step on every number of devices."""
+    settings = CostStudy(
+        update=Update(**given(arguments, Update)),
+        machine=Machine(**given(arguments, Machine)),
+        **given(arguments, CostStudy),
+    )
+    path = arguments.out / "record.json"
+    require_writable(path)
+    record = run_cost_study(settings)
+    record.write(path)
+    print(f"{'scheme':<20}" + "".join(f"{f'{n} devices':>14}" for n in settings.ranks) + "   step, seconds")
+    for name in SCHEMES:
+        times = [record.cell(f"{name}/ranks={n}").values["step_s"] for n in settings.ranks]
+        print(f"{name:<20}" + "".join(f"{t:>14.2f}" for t in times))
+    print(f"\nwrote {path}; its page: python -m analysis report {arguments.out}")
+    return record
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -33,14 +82,9 @@ def main(argv: list[str] | None = None) -> None:
     top = parser()
     arguments = top.parse_args(argv)
     try:
-        settings = GroupBench(**given(arguments, GroupBench))
-        require_writable(arguments.out)
-        with tqdm(total=settings.rounds + 8, desc=f"time {settings.backbone}") as bar:
-            record = run_group_bench(settings, progress=lambda _: bar.update())
+        record = (predict_cost if arguments.command == "cost" else time_group)(arguments)
     except (ValueError, OSError) as error:
         top.error(str(error))
-    record.write(arguments.out)
-    print(f"wrote {arguments.out}")
     failed = [f"{cell.name}: {cell.reason}" for cell in record.cells if cell.status == "failed"]
     if failed:
         top.exit(1, "\n".join(["failed cells", *failed, ""]))

@@ -180,14 +180,19 @@ def seconds(tally: Tally, work: PassWork, machine: Machine, ranks: int) -> float
     return compute + max(0.0, communication - machine.overlap * compute)
 
 
+def check_ranks(ranks: Sequence[int]) -> None:
+    """Raise ValueError unless every number of devices is at least 1, and there is one."""
+    if not ranks or min(ranks) < 1 or len(set(ranks)) < len(ranks):
+        raise ValueError(f"ranks must be different numbers of at least 1, found {list(ranks)}")
+
+
 def predict(work: PassWork, update: Update, machine: Machine, ranks: Sequence[int]) -> list[Prediction]:
     """Times of every scheme on every number of devices.
 
     Raises:
         ValueError: a number of devices below 1.
     """
-    if not ranks or min(ranks) < 1:
-        raise ValueError(f"ranks must be numbers of at least 1, found {list(ranks)}")
+    check_ranks(ranks)
     found = []
     for count in ranks:
         rollout = seconds(Tally(update.steps, 0, update.steps, 0), work, machine, count)

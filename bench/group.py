@@ -52,6 +52,7 @@ class GroupBench:
     steps: int = 21
     shift: float = 3.0
     schedule: ScheduleName = "dance"
+    guidance: float | None = None
     checkpointing: bool = False
     device: str = "cpu"
     dtype: str = "float32"
@@ -189,7 +190,7 @@ def run_group_bench(settings: GroupBench, progress: Callable[[str], None] | None
 def _workload(settings: GroupBench, backbone: Backbone) -> tuple[VelocityPolicy, Trajectory, Tensor]:
     """A rollout's first group, with standard normal advantages: timing does not depend on their values."""
     prompts = [backbone.prompts[i % len(backbone.prompts)] for i in range(settings.batch)]
-    policy = backbone.policy(prompts)
+    policy = backbone.policy(prompts, settings.guidance)
     seed = derive_seed(settings.seed, "bench")
     # everything outside the network runs in the dtype of the latents, at least fp32
     precision = torch.promote_types(torch.float32, getattr(torch, settings.dtype))

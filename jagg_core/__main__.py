@@ -77,7 +77,9 @@ def parser() -> argparse.ArgumentParser:
 
 def _add_options(command: argparse.ArgumentParser) -> None:
     text = "option=value of the backbone's loader, such as path=FOLDER height=512 prompts=FILE"
-    command.add_argument("--backbone-options", nargs="*", default=[], metavar="OPTION=VALUE", help=text)
+    command.add_argument(
+        "--backbone-options", nargs="*", action="extend", default=[], metavar="OPTION=VALUE", help=text
+    )
 
 
 def _load(name: str, arguments: argparse.Namespace) -> Backbone:

@@ -11,8 +11,8 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 def add_flags(command: argparse.ArgumentParser, settings: type[Any], skip: Sequence[str] = ()) -> None:
     """Add a flag for every field of the dataclass ``settings`` but those in ``skip``.
 
-    A tuple takes any number of values, a bool is a switch, a Literal has its choices. Flags that are not given are
-    absent from the parsed arguments.
+    A tuple takes any number of values, over several flags too; a bool is a switch; a Literal has its choices. Flags
+    that are not given are absent from the parsed arguments.
     """
     types = get_type_hints(settings)
     for field in fields(settings):
@@ -23,7 +23,7 @@ def add_flags(command: argparse.ArgumentParser, settings: type[Any], skip: Seque
             command.add_argument(flag, action="store_true", default=argparse.SUPPRESS)
             continue
         wanted = types[field.name]
-        many: dict[str, Any] = {"nargs": "*"} if isinstance(default, tuple) else {}
+        many: dict[str, Any] = {"nargs": "*", "action": "extend"} if isinstance(default, tuple) else {}
         kind = next(part for part in (get_args(wanted) or (wanted,)) if part is not type(None))
         if get_origin(wanted) is Literal:
             many, kind = {"choices": get_args(wanted)}, str

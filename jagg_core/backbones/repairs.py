@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from contextvars import ContextVar
 from importlib import import_module
 from typing import Any
@@ -9,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-_SIGMA: ContextVar[Tensor] = ContextVar("sigma")
+_SIGMA: ContextVar[Tensor | None] = ContextVar("sigma", default=None)
 """What the running forward was told; of its own in every thread."""
 
 
@@ -26,17 +28,27 @@ class ExactTimestep:
         for embedding in embeddings:
             embedding.register_forward_pre_hook(self._replace)
 
-    def tell(self, sigma: Tensor) -> None:
-        """Set sigma [N] in [0, 1] of the forward that follows in this thread."""
-        _SIGMA.set(sigma)
+    @contextmanager
+    def tell(self, sigma: Tensor) -> Iterator[None]:
+        """Sigma [N] in [0, 1] of the forwards inside, in this thread. Outside, the transformer runs as it is."""
+        before = _SIGMA.set(sigma)
+        try:
+            yield
+        finally:
+            _SIGMA.reset(before)
 
-    def told(self) -> Tensor:
-        """Sigma [N] of the running forward, fp32."""
-        return _SIGMA.get().float()
+    def told(self) -> Tensor | None:
+        """Sigma [N] of the running forward, fp32; None if none was told."""
+        sigma = _SIGMA.get()
+        return None if sigma is None else sigma.float()
 
     def _replace(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        exact, (rounded, *others) = self.told() * self.factor, args
-        return (exact.repeat_interleave(len(rounded) // len(exact)), *others)
+        sigma, (rounded, *others) = self.told(), args
+        if sigma is None:
+            return args
+        if len(sigma) == 0 or len(rounded) % len(sigma):
+            raise ValueError(f"{len(sigma)} sigmas were told for a forward with {len(rounded)} timesteps")
+        return ((sigma * self.factor).repeat_interleave(len(rounded) // len(sigma)), *others)
 
 
 def unread_text_stream(transformer: Any) -> list[nn.Module]:

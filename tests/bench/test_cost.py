@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from bench.__main__ import main
 from bench.cost import (
     SCHEMES,
     Machine,
@@ -19,7 +20,9 @@ from bench.cost import (
     reduction,
     seconds,
 )
+from bench.fit import fit
 from bench.work import PassWork, count_work
+from jagg_core.records import Cell, Record, RecordError
 
 WORK = PassWork(forward=1e12, backward=2e12, parameters=1_000_000_000)
 ALONE = Machine(tflops=1.0)
@@ -118,14 +121,93 @@ def test_the_published_update_stage_is_that_without_inner_forwards() -> None:
         (lambda: Update(steps=1), "steps must be at least 2, found 1"),
         (lambda: Update(window=21), "window must be between 1 and the 20 trained steps, found 21"),
         (lambda: Update(jagg_frac=2), "jagg_frac must be between 0 and 1, found 2"),
-        (lambda: predict(WORK, Update(), ALONE, [8, 0]), r"ranks must be numbers of at least 1, found \[8, 0\]"),
-        (lambda: predict(WORK, Update(), ALONE, []), r"ranks must be numbers of at least 1, found \[\]"),
+        (lambda: predict(WORK, Update(), ALONE, [8, 0]), r"ranks must be different numbers .* found \[8, 0\]"),
+        (lambda: predict(WORK, Update(), ALONE, []), r"ranks must be different numbers of at least 1, found \[\]"),
     ],
 )
 def test_settings_out_of_range(build: object, match: str) -> None:
     assert callable(build)
     with pytest.raises(ValueError, match=match):
         build()
+
+
+# The command
+
+
+@pytest.fixture
+def counted(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """Counting a full-size model takes half a minute; here it is told."""
+    asked: list[object] = []
+
+    def count(*arguments: object) -> PassWork:
+        asked.append(arguments)
+        return WORK
+
+    monkeypatch.setattr("bench.cost_study.count_work", count)
+    return asked
+
+
+def group_record(path: Path, **totals: float) -> Path:
+    """A record of ``bench group``: a forward of 1 s, a backward of 2 s, W = 5, and other arms' totals."""
+    cells = [Cell("exact", samples={"forward_s": [5.0, 5.0, 9.0], "backward_s": [10.0] * 3, "total_s": [15.0] * 3})]
+    cells += [Cell(name, samples={"total_s": [total]}) for name, total in totals.items()]
+    Record("group-speed", [], "digits-flux", {"window": 5, "batch": 4}, {}, cells=cells).write(path)
+    return path
+
+
+def test_the_command(tmp_path: Path, counted: list[object], capsys: pytest.CaptureFixture[str]) -> None:
+    measured = group_record(tmp_path / "speed.json", **{"paper-joint": 10.0, "closed-form-batched": 6.0})
+    options = ["--backbone-options", "height=720", "--backbone-options", "width=720", "--ranks", "1", "64"]
+    settings = ["--window", "5", "--tflops", "1", "--guidance", "1", "--measured", str(measured)]
+    main(["cost", "--backbone", "qwen-image", *options, *settings, "--out", str(tmp_path / "run")])
+    assert counted == [("qwen-image", {"height": 720, "width": 720}, 1.0)]
+    record = Record.read(tmp_path / "run" / "record.json")
+    assert (record.kind, record.backbone) == ("cost", "qwen-image")
+    assert record.cell("work").values["forward"] == 1e12
+    assert record.cell("exact/ranks=1").values["update_s"] == pytest.approx(80)
+    assert len(record.cells) == 1 + 2 * len(SCHEMES) + 1
+    fitted = record.cell("measured-0").values
+    assert (fitted["forward_s"], fitted["backward_s"]) == (1.0, 2.0)
+    assert fitted["arms"]["paper-joint"] == {"predicted_s": 9.0, "measured_s": 10.0, "error": pytest.approx(-0.1)}
+    assert fitted["arms"]["closed-form-batched"]["error"] == pytest.approx(0)
+    printed = capsys.readouterr().out
+    assert "64 devices" in printed and "closed-batched" in printed
+
+
+@pytest.mark.parametrize(
+    ("flags", "match"),
+    [
+        (["--backbone", "flux"], "did you mean 'flux-dev'"),
+        (["--backbone-options", "hight=720"], "did you mean 'height'"),
+        (["--ranks", "0"], "ranks must be different numbers of at least 1"),
+        (["--overlap", "2"], "overlap must be between 0 and 1, found 2"),
+        (["--window", "50"], "window must be between 1 and the 20 trained steps, found 50"),
+        (["--measured", "nowhere.json"], "nowhere.json"),
+    ],
+)
+def test_what_the_command_refuses(
+    flags: list[str], match: str, counted: list[object], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["cost", *flags, "--out", str(tmp_path / "run")])
+    assert caught.value.code == 2 and match in capsys.readouterr().err
+    assert counted == []
+
+
+def test_a_record_of_something_else_is_no_measurement(tmp_path: Path) -> None:
+    Record("reproduce", [], "digits-flux", {}, {}).write(tmp_path / "record.json")
+    with pytest.raises(RecordError, match=r"a record of python -m bench group .* found kind 'reproduce'"):
+        fit(Record.read(tmp_path / "record.json"))
+
+
+@pytest.mark.parametrize("name", ["digits-flux", "photos-flux"])
+def test_the_model_on_stored_measurements(name: str) -> None:
+    """Within a third of the measured time for every arm, on a noisy machine where batching gains what it can."""
+    stored = Path(__file__).parents[2] / "results" / "reference" / "photos-flux" / f"speed-{name}.json"
+    found = fit(Record.read(stored))
+    assert found["forward_s"] < found["backward_s"]
+    assert {"paper-joint", "closed-form-sequential"} <= found["arms"].keys()
+    assert all(abs(found["arms"][arm]["error"]) < 1 / 3 for arm in ("paper-joint", "closed-form-sequential"))
 
 
 @pytest.mark.slow

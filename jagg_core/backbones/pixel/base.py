@@ -89,8 +89,8 @@ class PixelModule(nn.Module, ABC):
     def forward(self, latents: Tensor, sigma: Tensor, class_ids: Tensor) -> Tensor:
         """Velocity ``[N, tokens, channels]`` at ``latents`` (same shape), ``sigma`` [N] in [0, 1], classes [N]."""
         dtype = self.transformer.dtype
-        self.timestep.tell(sigma)
-        return self.call(latents.to(dtype), sigma.to(dtype), self.prompt_table(class_ids).to(dtype))
+        with self.timestep.tell(sigma):
+            return self.call(latents.to(dtype), sigma.to(dtype), self.prompt_table(class_ids).to(dtype))
 
     @abstractmethod
     def call(self, latents: Tensor, sigma: Tensor, prompts: Tensor) -> Tensor:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from importlib.metadata import version
 from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
 
-from jagg_core.backbones.pretrained.folder import ModelFolder
+from jagg_core.backbones.pretrained.folder import ModelFolder, require_whole
 from jagg_core.backbones.pretrained.policy import PretrainedPolicy
 from jagg_core.backbones.pretrained.prompts import PROMPTS
 from jagg_core.backbones.pretrained.text import RandomTexts, Text, TextBatch, TextShape, TextStore, cache_folder
@@ -134,9 +136,8 @@ class PretrainedBackbone(ABC):
         self.max_text_tokens = self.text_tokens if text_tokens is None else text_tokens
         self.timestep = self.exact_timestep()
         self._vae: Any = None
-        self.text: Callable[[Sequence[str]], list[Text]] = (
-            self._random_texts() if folder is None else self._store(folder)
-        )
+        self.lora: tuple[int, int] | None = None
+        self.text: TextStore | RandomTexts = self._random_texts() if folder is None else self._store(folder)
 
     # What a family says of itself
 
@@ -160,6 +161,8 @@ class PretrainedBackbone(ABC):
         multiple = cls.multiple(configs)
         for name in ("height", "width"):
             value = getattr(size, name)
+            if not isinstance(value, int):
+                raise ValueError(f"{name} must be a whole number of pixels, found {value!r}")
             if value < multiple or value % multiple:
                 near = max(1, round(value / multiple)) * multiple
                 raise ValueError(f"{name} must be a positive multiple of {multiple}, found {value}; nearest: {near}")
@@ -231,6 +234,17 @@ class PretrainedBackbone(ABC):
         return transformer
 
     @property
+    def text_fingerprint(self) -> str:
+        """What tells one model's text encoders from another's."""
+        return "random" if self.folder is None else self.folder.text_fingerprint
+
+    @property
+    def trained(self) -> str:
+        """What is trained of how much, for signatures: parameters in all, and a LoRA's scaled rank."""
+        total = sum(p.numel() for p in self.transformer.parameters())
+        return f"{total} parameters" + ("" if self.lora is None else f", LoRA {self.lora[0]} alpha {self.lora[1]}")
+
+    @property
     def blocks(self) -> list[nn.Module]:
         """The transformer's blocks in order, for ``fully_shard`` and for activation checkpointing."""
         return [block for name in self.block_lists for block in getattr(self._transformer, name)]
@@ -247,9 +261,9 @@ class PretrainedBackbone(ABC):
         """
         if isinstance(prompts, str) or len(prompts) == 0:
             raise ValueError(f"prompts must be a sequence of at least one prompt, found {prompts!r}")
-        scale = self.model.scale if guidance is None else guidance
-        if not scale > 0:
-            raise ValueError(f"guidance must be positive, found {scale}")
+        scale = float(self.model.scale if guidance is None else guidance)
+        if not 0 < scale < math.inf:
+            raise ValueError(f"guidance must be positive and finite, found {scale}")
         if self.model.guidance == "none" and scale != 1:
             raise ValueError(f"guidance: {self.name} is distilled to be used without; allowed: 1, found {scale}")
         return PretrainedPolicy(self, tuple(prompts), scale)
@@ -298,7 +312,7 @@ class PretrainedBackbone(ABC):
 
         load = getattr(diffusers, cls.transformer_class).from_pretrained
         transformer: nn.Module = load(folder.path, subfolder="transformer", **dtype_argument(dtype), **LOCAL)
-        return transformer
+        return require_whole(transformer, folder, "transformer")
 
     @classmethod
     def build(cls, model: PublishedModel) -> nn.Module:
@@ -311,21 +325,22 @@ class PretrainedBackbone(ABC):
     def _load_vae(self) -> Any:
         import diffusers
 
-        if self.folder is None:
+        folder = self.folder
+        if folder is None:
             raise ValueError(f"{self.name} with random weights has no VAE: its samples cannot be decoded")
-        self.folder.require_class("vae", self.vae_class)
         load = getattr(diffusers, self.vae_class).from_pretrained
-        vae = load(self.folder.path, subfolder="vae", **dtype_argument(self.vae_dtype or self.dtype), **LOCAL)
-        return vae.to(self.device).eval().requires_grad_(False)
+        vae = load(folder.path, subfolder="vae", **dtype_argument(self.vae_dtype or self.dtype), **LOCAL)
+        return require_whole(vae, folder, "vae").to(self.device).eval().requires_grad_(False)
 
     def _random_texts(self) -> RandomTexts:
         shape = self.text_shape(self.configs.transformer, self.max_text_tokens)
-        return RandomTexts(shape, self.device, self.dtype)
+        return RandomTexts(shape, self.dtype)
 
     def _store(self, folder: ModelFolder) -> TextStore:
         key = (type(self).__name__, str(self.max_text_tokens), str(self.dtype), folder.text_fingerprint)
         versions = (version("diffusers"), version("transformers"))
-        return TextStore((*key, *versions), lambda: self._load_encoder(folder), self.device, cache_folder())
+        encoder = partial(self._load_encoder, folder)
+        return TextStore((*key, *versions), encoder, (*self.prompts, self.negative), cache_folder())
 
     def _load_encoder(self, folder: ModelFolder) -> Callable[[str], Text]:
         import diffusers

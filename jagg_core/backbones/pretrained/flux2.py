@@ -31,6 +31,8 @@ class ExactProjection(ExactTimestep):
         self._project = embedding.time_proj
 
     def _replace(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        if self.told() is None:
+            return args
         timestep, *others = super()._replace(module, args)
         return (self._project(timestep).to(args[0].dtype), *others)
 
@@ -186,7 +188,7 @@ def _klein(size: str, base: bool, licence: str, parameters: int, config: dict[st
         hub_id=f"black-forest-labs/FLUX.2-klein-{'base-' if base else ''}{size}",
         licence=licence,
         parameters=parameters,
-        config=MappingProxyType(config),
+        config=(config),
         family=Flux2Klein,
         vae=EIGHT_PIXELS,
         guidance="cfg" if base else "none",
@@ -203,7 +205,7 @@ MODELS = (
         hub_id="black-forest-labs/FLUX.2-dev",
         licence="FLUX [dev] Non-Commercial",
         parameters=32_223_281_152,
-        config=MappingProxyType(_DEV),
+        config=(_DEV),
         family=Flux2,
         vae=EIGHT_PIXELS,
         guidance="embedded",

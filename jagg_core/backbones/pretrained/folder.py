@@ -34,13 +34,7 @@ class ModelFolder:
                 f"path: {self.path} has no {file.relative_to(self.path)}; it must be a folder in diffusers' layout "
                 f"(model_index.json beside transformer/, vae/, ...), found {found[:12]}"
             )
-        try:
-            read = json.loads(file.read_text(encoding="utf-8"))
-        except (UnicodeDecodeError, json.JSONDecodeError) as error:
-            raise ValueError(f"path: {file} is not a JSON file: {error}") from error
-        if not isinstance(read, dict):
-            raise ValueError(f"path: {file} must hold a JSON object, found {type(read).__name__}")
-        return read
+        return _read_object(file)
 
     def require_class(self, part: str, expected: str) -> None:
         """Check that a part's configuration is of the class ``expected``.
@@ -52,25 +46,52 @@ class ModelFolder:
         if found != expected:
             raise ValueError(f"path: {self.path / part} must hold a {expected}, found {found}: another model's folder?")
 
+    def index(self) -> dict[str, Any]:
+        """The pipeline's ``model_index.json``.
+
+        Raises:
+            ValueError: there is none, or it cannot be read.
+        """
+        return _read_object(self.path / "model_index.json")
+
+    def require_pipeline(self, expected: str) -> None:
+        """Check that the folder is of the pipeline ``expected``, and that every part it names is there.
+
+        Raises:
+            ValueError: another pipeline (editing, filling, control), or a part is missing.
+        """
+        index = self.index()
+        if index.get("_class_name") != expected:
+            raise ValueError(
+                f"path: {self.path} must hold a {expected}, found {index.get('_class_name')}: another model's folder?"
+            )
+        for part, kind in index.items():
+            if isinstance(kind, list) and any(kind) and not (self.path / part).is_dir():
+                raise ValueError(f"path: {self.path} has no {part}/, which its model_index.json names: {_AGAIN}")
+
     def check_weights(self) -> None:
-        """Check that every safetensors file is as long as its header says, and that no shard is missing.
+        """Check that networks have weights, that every safetensors file is as long as its header says, and all shards.
 
         Raises:
             ValueError: names the first file that is not.
         """
         for index in sorted(self.path.glob("*/*.safetensors.index.json")):
-            for shard in sorted(set(json.loads(index.read_text())["weight_map"].values())):
+            shards = _read_object(index).get("weight_map")
+            if not isinstance(shards, dict):
+                raise ValueError(f"path: {index} has no weight_map: {_AGAIN}")
+            for shard in sorted(set(shards.values())):
                 if not (index.parent / shard).is_file():
                     raise ValueError(f"path: {index.parent / shard} is missing, which {index.name} names: {_AGAIN}")
         for file in sorted(self.path.glob("*/*.safetensors")):
             expected, found = _safetensors_size(file), file.stat().st_size
             if expected != found:
+                said = f"{expected:,} bytes by its header" if expected >= 0 else "no header"
+                raise ValueError(f"path: {file} is damaged: {said}, found {found:,} bytes: {_AGAIN}")
+        for part in sorted(self.path.iterdir()):
+            if part.name.startswith(("transformer", "vae", "text_encoder")) and not list(part.glob("*.safetensors")):
                 raise ValueError(
-                    f"path: {file} is damaged: {expected:,} bytes by its header, found {found:,}: {_AGAIN}"
+                    f"path: {part} has no safetensors weights, found {sorted(p.name for p in part.iterdir())}"
                 )
-        if not list((self.path / "transformer").glob("*.safetensors")):
-            kinds = sorted(p.name for p in (self.path / "transformer").iterdir())
-            raise ValueError(f"path: {self.path / 'transformer'} has no safetensors weights, found {kinds}")
 
     @cached_property
     def text_fingerprint(self) -> str:
@@ -91,6 +112,28 @@ class ModelFolder:
 _AGAIN = "fetch it again"
 
 
+def _read_object(file: Path) -> dict[str, Any]:
+    try:
+        read = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise ValueError(f"path: {file} cannot be read as JSON: {error}") from error
+    if not isinstance(read, dict):
+        raise ValueError(f"path: {file} must hold a JSON object, found {type(read).__name__}")
+    return read
+
+
+def require_whole(network: Any, folder: ModelFolder, part: str) -> Any:
+    """``network``, once every parameter of it was in the files of ``part``.
+
+    Raises:
+        ValueError: names parameters that were not.
+    """
+    missing = [name for name, parameter in network.named_parameters() if parameter.is_meta]
+    if missing:
+        raise ValueError(f"path: {folder.path / part} lacks {len(missing)} tensors, such as {missing[0]}: {_AGAIN}")
+    return network
+
+
 def _safetensors_size(file: Path) -> int:
     """How long a safetensors file is by its own header; -1 if that cannot be read."""
     with file.open("rb") as stream:
@@ -101,8 +144,20 @@ def _safetensors_size(file: Path) -> int:
             header = json.loads(stream.read(length))
         except (UnicodeDecodeError, json.JSONDecodeError):
             return -1
-    ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
-    return 8 + length + max(ends, default=0)
+    try:
+        ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
+    except (AttributeError, KeyError, TypeError):
+        return -1
+    return 8 + length + int(max(ends, default=0))
+
+
+def _expanded(path: str) -> Path:
+    try:
+        return Path(path).expanduser().resolve()
+    except RuntimeError as error:  # the home of a user that there is not
+        raise ValueError(
+            f"path: there is no folder {path}; allowed: a folder in diffusers' layout, or a hub id ({error})"
+        ) from error
 
 
 def find_folder(hub_id: str, path: str | None = None, revision: str | None = None) -> ModelFolder:
@@ -114,10 +169,11 @@ def find_folder(hub_id: str, path: str | None = None, revision: str | None = Non
         ValueError: no such folder or repository, no access to a gated one, or no connection; says what to do.
     """
     name = hub_id if path is None else path
-    if path is not None and Path(path).expanduser().is_dir():
+    local_folder = None if path is None else _expanded(path)
+    if local_folder is not None and local_folder.is_dir():
         if revision is not None:
             raise ValueError(f"revision is for models of the hub, and {path} is a local folder, found {revision!r}")
-        return ModelFolder(Path(path).expanduser())
+        return ModelFolder(local_folder)
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import (
         GatedRepoError,

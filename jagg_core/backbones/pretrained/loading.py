@@ -39,6 +39,16 @@ def _require_classes(model: PublishedModel) -> None:
             )
 
 
+def _require_variant(model: PublishedModel, configs: Configs) -> None:
+    """Raise ValueError for a folder of the same classes whose model works otherwise."""
+    wanted, found = model.config.get("guidance_embeds"), configs.transformer.get("guidance_embeds")
+    if wanted is not None and bool(found) != wanted:
+        raise ValueError(
+            f"path: guidance_embeds of the transformer must be {wanted} for {model.name}, found {found}: another "
+            "variant's folder?"
+        )
+
+
 def load_pretrained(
     model: PublishedModel,
     device: torch.device | str,
@@ -90,6 +100,8 @@ def load_pretrained(
     most = model.family.most_text_tokens
     if text_tokens is not None and most is not None and text_tokens > most:
         raise ValueError(f"text_tokens must be at most {most} for {model.name}, found {text_tokens}")
+    if negative_prompt is not None and model.guidance != "cfg":
+        raise ValueError(f"negative_prompt is for classifier-free guidance, which {model.name} has not")
     texts = PROMPTS if prompts is None else read_prompts(prompts)
     family = model.family
     _require_classes(model)
@@ -105,7 +117,10 @@ def load_pretrained(
     else:
         folder = find_folder(model.hub_id, path, revision)
         folder.require_class("transformer", family.transformer_class)
+        folder.require_class("vae", family.vae_class)
+        folder.require_pipeline(family.pipeline_class)
         configs = configs_of(folder)
+        _require_variant(model, configs)
         family.check_size(configs, size)
         folder.check_weights()
         transformer = family.load_transformer(folder, dtype).to(device)
@@ -121,7 +136,7 @@ def load_pretrained(
         calls=calls,
     )
     if lora_rank > 0:
-        add_lora(transformer, family.lora_targets, lora_rank, lora_alpha)
+        backbone.lora = add_lora(transformer, family.lora_targets, lora_rank, lora_alpha)
     for module in backbone.unread():
         module.requires_grad_(False)
     return backbone

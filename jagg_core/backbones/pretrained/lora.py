@@ -8,11 +8,15 @@ from typing import Any
 import torch
 
 
-def add_lora(transformer: Any, targets: Sequence[str], rank: int, alpha: int | None = None, seed: int = 0) -> None:
+def add_lora(
+    transformer: Any, targets: Sequence[str], rank: int, alpha: int | None = None, seed: int = 0
+) -> tuple[int, int]:
     """Freeze ``transformer`` and add a trainable LoRA to its layers ``targets``; ``alpha`` None is twice the rank.
 
     The A matrices are Gaussian (``seed``), the B matrices zero: the velocity is unchanged at first. Both stay in fp32
     under a half-precision transformer, as diffusers' training scripts keep them.
+
+    Returns rank and alpha.
 
     Raises:
         ValueError: peft is missing, or the transformer has none of the layers.
@@ -21,10 +25,11 @@ def add_lora(transformer: Any, targets: Sequence[str], rank: int, alpha: int | N
         from peft import LoraConfig
     except ImportError as error:
         raise ValueError("lora_rank needs peft: pip install 'jagg-core[pretrained]'") from error
+    scaled = 2 * rank if alpha is None else alpha
     transformer.requires_grad_(False)
     config = LoraConfig(
         r=rank,
-        lora_alpha=2 * rank if alpha is None else alpha,
+        lora_alpha=scaled,
         init_lora_weights="gaussian",
         target_modules=list(targets),
     )
@@ -34,3 +39,4 @@ def add_lora(transformer: Any, targets: Sequence[str], rank: int, alpha: int | N
     for parameter in transformer.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.float()
+    return rank, scaled

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from types import MappingProxyType
-
 import torch
 from torch import Tensor
 
@@ -32,7 +30,7 @@ class PackedBackbone(PretrainedBackbone):
         return self.size.height // multiple, self.size.width // multiple
 
 
-EIGHT_PIXELS = MappingProxyType({"block_out_channels": (128, 256, 512, 512)})
+EIGHT_PIXELS = {"block_out_channels": (128, 256, 512, 512)}
 """What the shape of latents depends on, of the VAEs of FLUX, SD3 and Z-Image: 8x8 pixels per latent."""
 
 

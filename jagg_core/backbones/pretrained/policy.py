@@ -25,7 +25,8 @@ class PretrainedPolicy:
         self.embeds = backbone.model.guidance == "embedded"
         self.contrasts = backbone.model.guidance == "cfg" and scale != 1
         distinct = list(dict.fromkeys(prompts))
-        self._texts = TextBatch.stack(backbone.text([*distinct, backbone.negative] if self.contrasts else distinct))
+        texts = backbone.text([*distinct, backbone.negative] if self.contrasts else distinct)
+        self._texts = TextBatch.stack(texts).to(backbone.device)
         places = {prompt: place for place, prompt in enumerate(distinct)}
         self._places = torch.tensor([places[prompt] for prompt in prompts], device=backbone.device)
         self._negative = len(distinct)
@@ -45,9 +46,9 @@ class PretrainedPolicy:
 
     def _call(self, latents: Tensor, sigma: Tensor, places: Tensor) -> Tensor:
         backbone, dtype = self.backbone, self.backbone.dtype
-        backbone.timestep.tell(sigma)
         guidance = self.scale if self.embeds else None
-        return backbone.call(latents.to(dtype), sigma.to(dtype), self._texts[places], guidance)
+        with backbone.timestep.tell(sigma):
+            return backbone.call(latents.to(dtype), sigma.to(dtype), self._texts[places], guidance)
 
     def parameters(self) -> list[nn.Parameter]:
         """The transformer's parameters, frozen ones included."""
@@ -56,11 +57,13 @@ class PretrainedPolicy:
     def signature(self) -> dict[str, str]:
         """What a replay must have in common with the rollout."""
         backbone = self.backbone
-        told = [self.prompts, backbone.negative if self.contrasts else None, backbone.max_text_tokens]
+        negative = backbone.negative if self.contrasts else None
+        told = [self.prompts, negative, backbone.max_text_tokens, backbone.text_fingerprint]
         return {
             "backbone": backbone.name,
             "guidance": repr(self.scale),
             "dtype": str(backbone.dtype).removeprefix("torch."),
             "size": f"{backbone.size.height}x{backbone.size.width}x{backbone.size.frames}",
+            "trained": backbone.trained,
             "prompts": hashlib.blake2b(json.dumps(told).encode(), digest_size=8).hexdigest(),
         }

@@ -24,8 +24,8 @@ def read_prompts(file: str) -> tuple[str, ...]:
         ValueError: no such file, not UTF-8, or no prompt in it.
     """
     try:
-        lines = Path(file).expanduser().read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
+        lines = Path(file).expanduser().read_text(encoding="utf-8-sig").split("\n")
+    except (OSError, RuntimeError, UnicodeDecodeError) as error:
         raise ValueError(f"prompts: {file} cannot be read as text: {error}") from error
     found = tuple(line.strip() for line in lines if line.strip())
     if not found:

@@ -168,7 +168,7 @@ MODELS = (
         hub_id="Qwen/Qwen-Image",
         licence="Apache-2.0",
         parameters=20_430_401_088,
-        config=MappingProxyType(
+        config=(
             {
                 "patch_size": 2,
                 "in_channels": 64,

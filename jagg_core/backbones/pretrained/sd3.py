@@ -131,7 +131,7 @@ MODELS = (
         hub_id="stabilityai/stable-diffusion-3.5-medium",
         licence="Stability AI Community",
         parameters=2_243_171_520,
-        config=MappingProxyType(
+        config=(
             _CONFIG
             | {
                 "num_layers": 24,
@@ -153,7 +153,7 @@ MODELS = (
         hub_id="stabilityai/stable-diffusion-3.5-large",
         licence="Stability AI Community",
         parameters=8_056_627_520,
-        config=MappingProxyType(
+        config=(
             _CONFIG
             | {
                 "num_layers": 38,

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Sequence
+import warnings
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
@@ -13,6 +15,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 from torch import Tensor
+from tqdm import tqdm
 
 from jagg_core.records import write_atomically
 from jagg_core.seeding import generator_for
@@ -57,6 +60,11 @@ class TextBatch:
         mask, pooled = (None if part is None else part[rows] for part in (self.mask, self.pooled))
         return TextBatch(self.tokens[rows], mask, pooled)
 
+    def to(self, device: torch.device) -> TextBatch:
+        """The same on a device."""
+        mask, pooled = (None if part is None else part.to(device) for part in (self.mask, self.pooled))
+        return TextBatch(self.tokens.to(device), mask, pooled)
+
     def lengths(self) -> list[int]:
         """Tokens of every sample. Waits for the device if some are padded."""
         if self.mask is None:
@@ -71,59 +79,84 @@ def _padded(tokens: Tensor, length: int) -> Tensor:
 
 def cache_folder() -> Path:
     """Where encoded prompts are kept: ``$JAGG_CACHE``, or ``jagg`` in the user's cache folder."""
-    if "JAGG_CACHE" in os.environ:
-        return Path(os.environ["JAGG_CACHE"])
-    return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "jagg"
+    if own := os.environ.get("JAGG_CACHE"):
+        return Path(own).expanduser()
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jagg"
 
 
 class TextStore:
-    """Encoded prompts, on ``device``: from memory, from disk, or from the encoders, which load only when needed.
+    """Encoded prompts, on the CPU: from memory, from disk, or from the encoders, which load only when needed.
 
     ``key`` names everything that the encoding depends on besides the prompt. ``encoder`` loads the text encoders and
     gives the function that encodes a prompt; they are dropped again after each use, for a trainer has no room for them.
-    Prompts are encoded one by one, so that what a prompt becomes does not depend on its company.
+    So the whole ``pool`` of prompts to draw from is encoded when the first is. Prompts are encoded one by one: what a
+    prompt becomes does not depend on its company.
     """
 
     def __init__(
-        self, key: Sequence[str], encoder: Callable[[], Callable[[str], Text]], device: torch.device, folder: Path
+        self, key: Sequence[str], encoder: Callable[[], Callable[[str], Text]], pool: Sequence[str], folder: Path
     ) -> None:
         self._key = tuple(key)
         self._encoder = encoder
-        self._device = device
+        self._pool = tuple(pool)
         self._folder = folder / "text"
-        self._known: dict[str, Text] = {}
+        self._recent: OrderedDict[str, Text] = OrderedDict()
 
     def __call__(self, prompts: Sequence[str]) -> list[Text]:
         """The encoded ``prompts``, in order."""
-        missing = [p for p in dict.fromkeys(prompts) if p not in self._known and not self._read(p)]
-        if missing:
-            with torch.no_grad():
-                encode = self._encoder()
-                for prompt in missing:
-                    text = encode(prompt)
-                    self._write(prompt, text)
-                    self._keep(prompt, text)
-        return [self._known[prompt] for prompt in prompts]
+        wanted = dict.fromkeys(prompts)
+        found = {prompt: text for prompt in wanted if (text := self._find(prompt)) is not None}
+        if len(found) < len(wanted):
+            found |= self._encode([p for p in wanted if p not in found], found)
+        for prompt in wanted:
+            self._keep(prompt, found[prompt])
+        return [found[prompt] for prompt in prompts]
+
+    def _encode(self, missing: list[str], found: Mapping[str, Text]) -> dict[str, Text]:
+        others = [p for p in dict.fromkeys(self._pool) if p not in missing and p not in found and not self._stored(p)]
+        made: dict[str, Text] = {}
+        with torch.no_grad():
+            encode = self._encoder()
+            for prompt in tqdm([*missing, *others], desc="encode prompts", disable=len(missing) + len(others) < 2):
+                text = encode(prompt)
+                text = Text(text.tokens.cpu(), None if text.pooled is None else text.pooled.cpu())
+                self._write(prompt, text)
+                if prompt in missing:
+                    made[prompt] = text
+        return made
 
     def _keep(self, prompt: str, text: Text) -> None:
-        pooled = None if text.pooled is None else text.pooled.to(self._device)
-        self._known[prompt] = Text(text.tokens.to(self._device), pooled)
+        self._recent[prompt] = text
+        self._recent.move_to_end(prompt)
+        while len(self._recent) > KEPT:
+            self._recent.popitem(last=False)
 
     def _file(self, prompt: str) -> Path:
         digest = blake2b(json.dumps([*self._key, prompt]).encode(), digest_size=16).hexdigest()
         return self._folder / f"{digest}.safetensors"
 
-    def _read(self, prompt: str) -> bool:
+    def _stored(self, prompt: str) -> bool:
+        return self._file(prompt).exists()
+
+    def _find(self, prompt: str) -> Text | None:
+        if prompt in self._recent:
+            return self._recent[prompt]
         try:
             found = load_file(self._file(prompt))
-        except (OSError, SafetensorError):  # not there, or cut short: encoded again
-            return False
-        self._keep(prompt, Text(found["tokens"], found.get("pooled")))
-        return True
+            return Text(found["tokens"], found.get("pooled"))
+        except (OSError, SafetensorError, KeyError):  # not there, or not whole: encoded again
+            return None
 
     def _write(self, prompt: str, text: Text) -> None:
         tensors = {"tokens": text.tokens} | ({} if text.pooled is None else {"pooled": text.pooled})
-        write_atomically(self._file(prompt), save({name: t.detach().cpu().contiguous() for name, t in tensors.items()}))
+        try:
+            write_atomically(self._file(prompt), save({name: tensor.contiguous() for name, tensor in tensors.items()}))
+        except OSError as error:
+            warnings.warn(f"encoded prompts cannot be kept in {self._folder}: {error}", stacklevel=2)
+
+
+KEPT = 256
+"""Encoded prompts that stay in memory: a few megabytes each."""
 
 
 @dataclass(frozen=True)
@@ -138,8 +171,8 @@ class TextShape:
 class RandomTexts:
     """Normal stand-ins for encoded prompts, the same for the same prompt: for timing, where values mean nothing."""
 
-    def __init__(self, shape: TextShape, device: torch.device, dtype: torch.dtype) -> None:
-        self._shape, self._device, self._dtype = shape, device, dtype
+    def __init__(self, shape: TextShape, dtype: torch.dtype) -> None:
+        self._shape, self._dtype = shape, dtype
 
     def __call__(self, prompts: Sequence[str]) -> list[Text]:
         """The stand-ins, in order."""
@@ -149,5 +182,5 @@ class RandomTexts:
         generator = generator_for(0, "text", prompt)
         tokens = torch.randn(self._shape.tokens, self._shape.width, generator=generator)
         pooled = torch.randn(self._shape.pooled or 0, generator=generator)
-        placed, other = (part.to(self._device, self._dtype) for part in (tokens, pooled))
+        placed, other = (part.to(self._dtype) for part in (tokens, pooled))
         return Text(placed, None if self._shape.pooled is None else other)

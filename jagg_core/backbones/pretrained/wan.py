@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
@@ -11,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from jagg_core.backbones.pretrained.base import LOCAL, Configs, PretrainedBackbone, PublishedModel, Size
-from jagg_core.backbones.pretrained.folder import ModelFolder
+from jagg_core.backbones.pretrained.folder import ModelFolder, require_whole
 from jagg_core.backbones.pretrained.text import Text, TextBatch, TextShape
 from jagg_core.backbones.repairs import ExactTimestep, dtype_argument
 
@@ -84,7 +83,7 @@ class Wan(PretrainedBackbone):
         return _exact_timestep(self._transformer)
 
     def scheduler_config(self) -> dict[str, Any]:
-        """See `PretrainedBackbone`. The published scheduler is UniPC; its ``flow_shift`` is Euler's ``shift``."""
+        """See `PretrainedBackbone`. Published is UniPC; rollouts take Euler's grid at its ``flow_shift``."""
         config = super().scheduler_config()
         if "flow_shift" not in config or "shift" in config:
             return config
@@ -152,16 +151,16 @@ class Experts(nn.Module):
     ) -> tuple[Tensor]:
         """The velocities, in the batch's order. The exact sigma decides, for half precision rounds to the boundary."""
         sigma = self.timestep.told()
+        if sigma is None:  # called by something else than a policy
+            sigma = timestep.float() / self.timestep.factor
         high = sigma * self.timestep.factor >= self.boundary * self.timestep.factor
         parts = [mask.nonzero().squeeze(1) for mask in (high, ~high)]
         found = []
         for expert, rows in zip(self._each, parts, strict=True):
             if len(rows):
-                self.timestep.tell(sigma[rows])
-                found.append(
-                    expert(hidden_states[rows], timestep[rows], encoder_hidden_states[rows], return_dict=False)[0]
-                )
-        self.timestep.tell(sigma)
+                with self.timestep.tell(sigma[rows]):
+                    part = expert(hidden_states[rows], timestep[rows], encoder_hidden_states[rows], return_dict=False)
+                found.append(part[0])
         return (torch.cat(found)[torch.cat(parts).argsort()],)
 
     def enable_gradient_checkpointing(self) -> None:
@@ -204,7 +203,7 @@ class WanExperts(Wan):
         folder.require_class("transformer_2", cls.transformer_class)
         load = getattr(diffusers, cls.transformer_class).from_pretrained
         high, low = (
-            load(folder.path, subfolder=part, **dtype_argument(dtype), **LOCAL)
+            require_whole(load(folder.path, subfolder=part, **dtype_argument(dtype), **LOCAL), folder, part)
             for part in ("transformer", "transformer_2")
         )
         return Experts(high, low, boundary)
@@ -230,12 +229,8 @@ def _boundary(folder: ModelFolder) -> float | None:
     Raises:
         ValueError: the pipeline's index is missing or unreadable.
     """
-    file = folder.path / "model_index.json"
-    try:
-        found: float | None = json.loads(file.read_text(encoding="utf-8")).get("boundary_ratio")
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise ValueError(f"path: {file} cannot be read as JSON: {error}") from error
-    return found
+    boundary: float | None = folder.index().get("boundary_ratio")
+    return boundary
 
 
 _CONFIG = {
@@ -258,7 +253,7 @@ MODELS = (
         hub_id="Wan-AI/Wan2.1-T2V-1.3B-Diffusers",
         licence="Apache-2.0",
         parameters=1_418_996_800,
-        config=MappingProxyType(_CONFIG | {"num_attention_heads": 12, "ffn_dim": 8960, "num_layers": 30}),
+        config=(_CONFIG | {"num_attention_heads": 12, "ffn_dim": 8960, "num_layers": 30}),
         family=Wan,
         guidance="cfg",
         scale=5.0,
@@ -270,7 +265,7 @@ MODELS = (
         hub_id="Wan-AI/Wan2.1-T2V-14B-Diffusers",
         licence="Apache-2.0",
         parameters=14_288_491_584,
-        config=MappingProxyType(_14B),
+        config=(_14B),
         family=Wan,
         guidance="cfg",
         scale=5.0,
@@ -282,7 +277,7 @@ MODELS = (
         hub_id="Wan-AI/Wan2.2-TI2V-5B-Diffusers",
         licence="Apache-2.0",
         parameters=4_999_787_712,
-        config=MappingProxyType(
+        config=(
             _CONFIG
             | {"num_attention_heads": 24, "ffn_dim": 14336, "num_layers": 30, "in_channels": 48, "out_channels": 48}
         ),
@@ -298,7 +293,7 @@ MODELS = (
         hub_id="Wan-AI/Wan2.2-T2V-A14B-Diffusers",
         licence="Apache-2.0",
         parameters=28_576_983_168,
-        config=MappingProxyType(_14B),
+        config=(_14B),
         family=WanExperts,
         guidance="cfg",
         scale=4.0,

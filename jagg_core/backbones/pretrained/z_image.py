@@ -22,9 +22,10 @@ PATCH = 2
 class ReversedTimestep(ExactTimestep):
     """The time embedding sees ``(1 - sigma) * factor``: 0 is noise."""
 
-    def tell(self, sigma: Tensor) -> None:
-        """See `ExactTimestep`: sigma [N] of the forward that follows."""
-        super().tell(1 - sigma)
+    def told(self) -> Tensor | None:
+        """See `ExactTimestep`."""
+        sigma = super().told()
+        return None if sigma is None else 1 - sigma
 
 
 class ZImage(PretrainedBackbone):
@@ -111,25 +112,23 @@ class ZImage(PretrainedBackbone):
         return images
 
 
-_CONFIG = MappingProxyType(
-    {
-        "all_patch_size": [2],
-        "all_f_patch_size": [1],
-        "in_channels": 16,
-        "dim": 3840,
-        "n_layers": 30,
-        "n_refiner_layers": 2,
-        "n_heads": 30,
-        "n_kv_heads": 30,
-        "norm_eps": 1e-5,
-        "qk_norm": True,
-        "cap_feat_dim": 2560,
-        "rope_theta": 256.0,
-        "t_scale": 1000.0,
-        "axes_dims": [32, 48, 48],
-        "axes_lens": [1536, 512, 512],
-    }
-)
+_CONFIG = {
+    "all_patch_size": [2],
+    "all_f_patch_size": [1],
+    "in_channels": 16,
+    "dim": 3840,
+    "n_layers": 30,
+    "n_refiner_layers": 2,
+    "n_heads": 30,
+    "n_kv_heads": 30,
+    "norm_eps": 1e-5,
+    "qk_norm": True,
+    "cap_feat_dim": 2560,
+    "rope_theta": 256.0,
+    "t_scale": 1000.0,
+    "axes_dims": [32, 48, 48],
+    "axes_lens": [1536, 512, 512],
+}
 
 MODELS = (
     PublishedModel(

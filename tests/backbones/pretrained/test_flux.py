@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import pickle
 from collections.abc import Callable
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -68,9 +70,9 @@ def test_missing_guidance_says_what_to_do(folders: Folders) -> None:
         backbone.call(initial_latents(backbone.latent_shape, 0, range(1)), torch.tensor([0.5]), text, None)
 
 
-@pytest.mark.parametrize("guidance", [0.0, -1.0, float("nan")])
+@pytest.mark.parametrize("guidance", [0.0, -1.0, float("nan"), float("inf")])
 def test_guidance_out_of_range(guidance: float, folders: Folders) -> None:
-    with pytest.raises(ValueError, match="guidance must be positive, found"):
+    with pytest.raises(ValueError, match="guidance must be positive and finite, found"):
         load(folders, "flux-dev").policy(["a cat"], guidance)
 
 
@@ -133,4 +135,48 @@ def test_signatures_tell_settings_apart(folders: Folders) -> None:
     told = one.policy(["a"]).signature()
     assert told["guidance"] == "3.5" and told["size"] == "16x24x1" and str(one.folder.path) not in repr(told)
     others = [one.policy(["b"]), one.policy(["a"], 2.0), one.policy(["a", "a"]), wide.policy(["a"])]
+    others += [load(folders, "flux-dev", lora_rank=rank).policy(["a"]) for rank in (2, 4)]
     assert all(policy.signature() != told for policy in others)
+    assert others[-1].signature() != others[-2].signature()
+    assert one.policy(["a"], 4).signature() == one.policy(["a"], 4.0).signature()
+
+
+def test_a_pipeline_on_the_trained_transformer_is_left_alone(folders: Folders) -> None:
+    """What a policy told its transformer ends with the call."""
+    import diffusers
+
+    backbone = load(folders, "flux-dev")
+    plain = diffusers.FluxPipeline.from_pretrained(folders("flux-dev"))
+    latents = initial_latents(backbone.latent_shape, 0, range(1))
+    settings = {"num_inference_steps": 3, "height": 16, "width": 24, "max_sequence_length": 24, "latents": latents}
+
+    def run() -> torch.Tensor:
+        found: torch.Tensor = plain("a cat", output_type="latent", return_dict=False, **settings)[0]
+        return found
+
+    plain.set_progress_bar_config(disable=True)
+    expected = run()
+    plain.transformer = backbone.transformer
+    assert torch.equal(run(), expected)
+    backbone.policy(["a"] * 3).velocity(latents.repeat(3, 1, 1), torch.full((3,), 0.1), torch.arange(3))
+    assert torch.equal(run(), expected)
+
+
+def test_sigmas_that_do_not_fit_the_forward(folders: Folders) -> None:
+    backbone = load(folders, "flux-dev")
+    policy, latents = backbone.policy(["a"] * 3), initial_latents(backbone.latent_shape, 0, range(3))
+    refusal = pytest.raises(ValueError, match="2 sigmas were told for a forward with 3 timesteps")
+    with refusal, backbone.timestep.tell(torch.ones(2)):
+        backbone.call(latents, torch.ones(3), policy._texts[torch.zeros(3).long()], 3.5)
+
+
+@pytest.mark.parametrize("copy", [deepcopy, lambda made: pickle.loads(pickle.dumps(made))], ids=["deepcopy", "pickle"])
+def test_copies_are_of_their_own(copy: Callable[[Any], Any], folders: Folders) -> None:
+    backbone = load(folders, "flux-dev")
+    again = copy(backbone)
+    latents, sigma = initial_latents(backbone.latent_shape, 0, range(1)), torch.tensor([0.5])
+    with torch.no_grad():
+        first = backbone.policy(["a"]).velocity(latents, sigma, torch.tensor([0]))
+        assert torch.equal(again.policy(["a"]).velocity(latents, sigma, torch.tensor([0])), first)
+        next(again.transformer.parameters()).add_(1)
+        assert torch.equal(backbone.policy(["a"]).velocity(latents, sigma, torch.tensor([0])), first)

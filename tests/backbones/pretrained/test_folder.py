@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from huggingface_hub import errors
+from safetensors.torch import load_file, save_file
 
 from jagg_core import sample_ode
 from jagg_core.backbones import load_backbone
@@ -69,7 +70,7 @@ def test_not_a_model_folder(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     refused("has no transformer/config.json; it must be a folder in diffusers' layout", tmp_path / "empty")
     (folder / "vae" / "config.json").write_text("{")
-    refused("vae/config.json is not a JSON file", folder)
+    refused("vae/config.json cannot be read as JSON", folder)
     (folder / "vae" / "config.json").write_text("[]")
     refused("vae/config.json must hold a JSON object, found list", folder)
 
@@ -99,6 +100,67 @@ def test_every_part_is_looked_through(folder: Path) -> None:
 
 
 @pytest.mark.usefixtures("nothing_loads")
+@pytest.mark.parametrize("part", ["tokenizer", "tokenizer_2", "text_encoder"])
+def test_a_part_is_missing(folder: Path, part: str) -> None:
+    """Some libraries would make up a tokenizer."""
+    shutil.rmtree(folder / part)
+    refused(f"has no {part}/, which its model_index.json names", folder)
+
+
+@pytest.mark.usefixtures("nothing_loads")
+@pytest.mark.parametrize("part", ["vae", "text_encoder"])
+def test_a_part_without_weights(folder: Path, part: str) -> None:
+    for file in (folder / part).glob("*.safetensors"):
+        file.unlink()
+    refused(f"{part} has no safetensors weights, found", folder)
+
+
+@pytest.mark.usefixtures("nothing_loads")
+def test_another_pipelines_folder(folder: Path) -> None:
+    index = folder / "model_index.json"
+    index.write_text(json.dumps(json.loads(index.read_text()) | {"_class_name": "FluxFillPipeline"}))
+    refused("must hold a FluxPipeline, found FluxFillPipeline: another model's folder", folder)
+    index.unlink()
+    refused("model_index.json cannot be read as JSON", folder)
+
+
+@pytest.mark.usefixtures("nothing_loads")
+def test_another_variants_folder(folders: Folders) -> None:
+    refused("guidance_embeds of the transformer must be True for flux-dev, found False", folders("flux-schnell"))
+
+
+@pytest.mark.usefixtures("nothing_loads")
+@pytest.mark.parametrize("header", [b"[]", b'{"a": {}}', b"{"])
+def test_headers_that_are_none(folder: Path, header: bytes) -> None:
+    first_weights(folder).write_bytes(len(header).to_bytes(8, "little") + header)
+    refused("is damaged: no header, found .* bytes", folder)
+
+
+@pytest.mark.parametrize("part", ["transformer", "vae"])
+def test_tensors_that_are_missing(folder: Path, part: str) -> None:
+    file = next((folder / part).glob("*.safetensors"))
+    tensors = load_file(file)
+    gone = sorted(tensors)[0]
+    save_file({name: tensor for name, tensor in tensors.items() if name != gone}, file, metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=f"{part} lacks 1 tensors, such as {gone}: fetch it again"):
+        backbone = load_backbone("flux-dev", path=str(folder), **FLUX_OPTIONS)
+        backbone.decode(torch.zeros(1, *backbone.latent_shape))
+
+
+@pytest.mark.usefixtures("nothing_loads")
+def test_an_index_without_shards(folder: Path) -> None:
+    (folder / "transformer" / "diffusion_pytorch_model.safetensors.index.json").write_text("{}")
+    refused("index.json has no weight_map", folder)
+
+
+def test_a_relative_path_survives_another_directory(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder.parent)
+    backbone = load_backbone("flux-dev", path=folder.name, **FLUX_OPTIONS)
+    monkeypatch.chdir("/")
+    backbone.policy(["asked from elsewhere"])
+
+
+@pytest.mark.usefixtures("nothing_loads")
 def test_a_shard_is_missing(folder: Path) -> None:
     index = folder / "transformer" / "diffusion_pytorch_model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": {"a": "diffusion_pytorch_model-00001-of-00002.safetensors"}}))
@@ -124,6 +186,9 @@ def test_pickled_weights_are_not_read(folder: Path) -> None:
         ({"lora_rank": -1}, "lora_rank must be at least 0, found -1"),
         ({"lora_alpha": 4}, "lora_alpha must be positive, beside a lora_rank, found 4 at rank 0"),
         ({"prompts": "/nowhere/prompts.txt"}, "prompts: /nowhere/prompts.txt cannot be read as text"),
+        ({"height": "16"}, "height must be a whole number of pixels, found '16'"),
+        ({"negative_prompt": "grey"}, "negative_prompt is for classifier-free guidance, which flux-dev has not"),
+        ({"text_tokens": 513}, "text_tokens must be at most 512 for flux-dev, found 513"),
         ({"revision": "main"}, "revision is for models of the hub, and .* is a local folder, found 'main'"),
     ],
 )
@@ -149,8 +214,14 @@ def test_lora_without_peft(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     refused("lora_rank needs peft: pip install", folder, lora_rank=2)
 
 
+def test_marks_and_ends_of_lines_are_no_prompts(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "prompts.txt").write_bytes("\ufeffred\r\n \r\ngreen\u2028blue\n".encode())
+    backbone = load_backbone("flux-dev", path=str(folder), prompts=str(tmp_path / "prompts.txt"), **FLUX_OPTIONS)
+    assert backbone.prompts == ("red", "green\u2028blue")
+
+
 def test_paths_that_are_no_folder() -> None:
-    for path in ("/nowhere/flux", "./flux", "~/no-such-folder", "a/b/c"):
+    for path in ("/nowhere/flux", "./flux", "~/no-such-folder", "a/b/c", "~nobody-of-this-name/flux"):
         refused("path: there is no folder .*; allowed: a folder in diffusers' layout, or a hub id", path)
 
 

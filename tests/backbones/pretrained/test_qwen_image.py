@@ -126,7 +126,6 @@ def test_padding_is_not_read(backbone: QwenImage) -> None:
     texts = TextBatch.stack(backbone.text(PROMPTS[:2]))
     assert texts.mask is not None
     other = TextBatch(texts.tokens.masked_fill(~texts.mask.unsqueeze(-1), 3.0), texts.mask)
-    backbone.timestep.tell(sigma)
     with torch.no_grad():
         found, expected = (backbone.call(latents, sigma, text, None) for text in (other, texts))
     torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-6)
@@ -191,7 +190,7 @@ def test_other_models_of_the_class_are_refused(variant: str, folders: Folders, t
     folder = shutil.copytree(folders("qwen-image"), tmp_path / "variant")
     config = folder / "transformer" / "config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | {variant: True}))
-    with pytest.raises(ValueError, match=f"path: .*{variant} must be off"):
+    with pytest.raises(ValueError, match=f"path: .*{variant}.* must be"):
         load(folder)
 
 

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
+from jagg_core.backbones.pretrained import text as text_module
 from jagg_core.backbones.pretrained.text import Text, TextBatch, TextStore, cache_folder
-
-CPU = torch.device("cpu")
 
 
 class Encoder:
@@ -32,32 +32,68 @@ class Encoder:
 
 def test_a_prompt_is_encoded_once(tmp_path: Path) -> None:
     encoder = Encoder()
-    store = TextStore(["model"], encoder, CPU, tmp_path)
+    store = TextStore(["model"], encoder, (), tmp_path)
     first = store(["aa", "b", "aa"])
     assert [len(text.tokens) for text in first] == [2, 1, 2]
     assert (encoder.loads, encoder.asked) == (1, ["aa", "b"])
     store(["b"])
-    again = TextStore(["model"], encoder, CPU, tmp_path)(["aa", "b"])
+    again = TextStore(["model"], encoder, (), tmp_path)(["aa", "b"])
     assert encoder.loads == 1
     assert torch.equal(again[0].tokens, first[0].tokens)
     assert again[1].pooled is not None and torch.equal(again[1].pooled, torch.arange(2.0))
-    TextStore(["another"], encoder, CPU, tmp_path)(["aa"])
+    TextStore(["another"], encoder, (), tmp_path)(["aa"])
     assert encoder.loads == 2
+
+
+def test_the_pool_is_encoded_with_the_first_prompt(tmp_path: Path) -> None:
+    encoder = Encoder()
+    store = TextStore(["model"], encoder, ["aa", "bbb", "c", "c"], tmp_path)
+    assert [len(text.tokens) for text in store(["bbb"])] == [3]
+    assert (encoder.loads, encoder.asked) == (1, ["bbb", "aa", "c"])
+    store(["c", "aa"])
+    assert encoder.loads == 1
+    store(["new"])
+    assert (encoder.loads, encoder.asked[3:]) == (2, ["new"])
+
+
+def test_memory_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(text_module, "KEPT", 2)
+    encoder = Encoder()
+    store = TextStore(["model"], encoder, (), tmp_path)
+    assert [len(text.tokens) for text in store(["a", "bb", "ccc", "a"])] == [1, 2, 3, 1]
+    assert len(store._recent) == 2
+    assert [len(text.tokens) for text in store(["a", "bb", "ccc"])] == [1, 2, 3]
+    assert encoder.loads == 1
+
+
+def test_a_cache_that_cannot_be_written_is_a_warning(tmp_path: Path) -> None:
+    (tmp_path / "text").write_text("a file where the folder should be")
+    store = TextStore(["model"], Encoder(), (), tmp_path)
+    with pytest.warns(UserWarning, match="encoded prompts cannot be kept in"):
+        assert len(store(["aa"])[0].tokens) == 2
+
+
+def test_a_cached_file_of_something_else_is_encoded_again(tmp_path: Path) -> None:
+    encoder = Encoder()
+    TextStore(["model"], encoder, (), tmp_path)(["aa"])
+    [file] = (tmp_path / "text").iterdir()
+    save_file({"other": torch.ones(1)}, file)
+    assert len(TextStore(["model"], encoder, (), tmp_path)(["aa"])[0].tokens) == 2
 
 
 @pytest.mark.parametrize("keep", [0, 10])
 def test_a_damaged_file_is_encoded_again(tmp_path: Path, keep: int) -> None:
     encoder = Encoder()
-    TextStore(["model"], encoder, CPU, tmp_path)(["aa"])
+    TextStore(["model"], encoder, (), tmp_path)(["aa"])
     [file] = (tmp_path / "text").iterdir()
     file.write_bytes(file.read_bytes()[:keep])
-    assert len(TextStore(["model"], encoder, CPU, tmp_path)(["aa"])[0].tokens) == 2
+    assert len(TextStore(["model"], encoder, (), tmp_path)(["aa"])[0].tokens) == 2
     assert encoder.loads == 2
 
 
 def test_a_prompt_without_a_pooled_part(tmp_path: Path) -> None:
     for _ in range(2):  # encoded, then read
-        [text] = TextStore(["model"], lambda: lambda _: Text(torch.ones(2, 3)), CPU, tmp_path)(["aa"])
+        [text] = TextStore(["model"], lambda: lambda _: Text(torch.ones(2, 3)), (), tmp_path)(["aa"])
         assert text.pooled is None and text.tokens.shape == (2, 3)
 
 
@@ -65,8 +101,10 @@ def test_where_prompts_are_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
     monkeypatch.delenv("JAGG_CACHE", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert cache_folder() == tmp_path / "jagg"
-    monkeypatch.setenv("JAGG_CACHE", str(tmp_path / "own"))
-    assert cache_folder() == tmp_path / "own"
+    monkeypatch.setenv("JAGG_CACHE", "")
+    assert cache_folder() == tmp_path / "jagg"
+    monkeypatch.setenv("JAGG_CACHE", "~/own")
+    assert cache_folder() == Path.home() / "own"
 
 
 def test_batches_are_padded_and_masked() -> None:

@@ -33,7 +33,6 @@ def velocity(backbone: ZImage, guidance: float | None = None, sigmas: Tensor = S
 
 def outputs_of(backbone: ZImage, prompt: str, latents: Tensor, sigma: float) -> Tensor:
     """The network's own output for one sample, as the pipeline calls it."""
-    backbone.timestep.tell(torch.tensor([sigma]))
     (text,) = backbone.text([prompt])
     with torch.no_grad():
         output: Tensor = backbone._transformer([latents.unsqueeze(1)], torch.tensor([1 - sigma]), [text.tokens])[0][0]

@@ -1,0 +1,55 @@
+"""A run of the cost model: what is asked, counted, predicted, and held against measurements."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from bench.cost import SCHEMES, Machine, Update, as_values, check_ranks, predict
+from bench.fit import fit
+from bench.work import count_work
+from jagg_core.backbones import read_options
+from jagg_core.records import Cell, Record, command_line
+
+
+@dataclass(frozen=True)
+class CostStudy:
+    """What is predicted.
+
+    ``guidance``: see `jagg_core.backbones.Backbone.policy`; 1 where a recipe trains without. ``measured``: records of
+    ``python -m bench group`` to hold the model against.
+
+    Raises:
+        ValueError: a setting out of range; raised before anything is counted.
+    """
+
+    backbone: str = "flux-dev"
+    backbone_options: tuple[str, ...] = ()
+    guidance: float | None = None
+    ranks: tuple[int, ...] = (1, 8, 64, 512, 1024)
+    measured: tuple[str, ...] = ()
+    update: Update = field(default_factory=Update)
+    machine: Machine = field(default_factory=Machine)
+
+    def __post_init__(self) -> None:
+        read_options(self.backbone, self.backbone_options)
+        check_ranks(self.ranks)
+
+
+def run_cost_study(settings: CostStudy) -> Record:
+    """Count, predict, and hold the model against what was measured. Returns the record.
+
+    Raises:
+        ValueError: a backbone without a published configuration.
+        RecordError: a measured record that is none.
+    """
+    fitted = [fit(Record.read(Path(path))) for path in settings.measured]
+    work = count_work(settings.backbone, read_options(settings.backbone, settings.backbone_options), settings.guidance)
+    record = Record("cost", command_line(), settings.backbone, asdict(settings), seeds={})
+    record.cells.append(Cell("work", values=asdict(work)))
+    for made in predict(work, settings.update, settings.machine, settings.ranks):
+        told = {"scheme": made.scheme, "label": SCHEMES[made.scheme].label, "ranks": made.ranks}
+        record.cells.append(Cell(f"{made.scheme}/ranks={made.ranks}", settings=told, values=as_values(made)))
+    for number, found in enumerate(fitted):
+        record.cells.append(Cell(f"measured-{number}", values=found))
+    return record

@@ -1,0 +1,46 @@
+"""The cost model held against measured groups: one forward and one backward are taken from exact, all else is told."""
+
+from __future__ import annotations
+
+from statistics import median
+from typing import Any
+
+from bench.cost import SCHEMES
+from jagg_core.records import Record, RecordError
+
+MEASURED = {
+    "exact-batched": "exact-batched",
+    "paper-joint": "paper",
+    "closed-form-sequential": "closed-sequential",
+    "closed-form-batched": "closed-batched",
+}
+"""Arms of ``python -m bench group``, and what the model calls them. Endpoint-only there runs all forwards."""
+
+
+def fit(record: Record) -> dict[str, Any]:
+    """Seconds of one forward and one backward by the exact arm, and the model's error on every other arm.
+
+    The error is relative to the measured median: 0.1 is a prediction ten percent too long.
+
+    Raises:
+        RecordError: not a record of ``python -m bench group``, or its exact arm failed.
+    """
+    cells = {cell.name: cell for cell in record.cells if cell.status == "ok"}
+    if record.kind != "group-speed" or "exact" not in cells or "window" not in record.settings:
+        raise RecordError(f"a record of python -m bench group with an exact arm is needed, found kind {record.kind!r}")
+    window = int(record.settings["window"])
+    samples = cells["exact"].samples
+    forward, backward = (_median(samples[f"{phase}_s"]) / window for phase in ("forward", "backward"))
+    errors = {}
+    for arm, scheme in MEASURED.items():
+        if arm in cells:
+            tally = SCHEMES[scheme].group(window)
+            predicted = tally.forwards * forward + tally.backwards * backward
+            measured = _median(cells[arm].samples["total_s"])
+            errors[arm] = {"predicted_s": predicted, "measured_s": measured, "error": predicted / measured - 1}
+    found = {"backbone": record.backbone, "window": window, "batch": record.settings.get("batch")}
+    return found | {"forward_s": forward, "backward_s": backward, "arms": errors}
+
+
+def _median(samples: list[float | None]) -> float:
+    return median(sample for sample in samples if sample is not None)

@@ -8,12 +8,16 @@ from typing import Any
 
 from tqdm import tqdm
 
+from bench.collectives import CollectiveBench, run_collective_bench
 from bench.cost import SCHEMES, Machine, Update
 from bench.cost_study import CostStudy, run_cost_study
 from bench.group import GroupBench, run_group_bench
 from jagg_core.flags import add_flags, given
 from jagg_core.records import Record, require_writable
 
+COLLECTIVES_EXAMPLE = (
+    "example: python -m bench collectives --backbone digits-flux --ranks 2 --out results/collectives.json"
+)
 COST_EXAMPLE = (
     "example: python -m bench cost --backbone flux-dev --backbone-options height=720 width=720 "
     "--window 4 --ranks 8 64 --out results/cost-flux-dev"
@@ -31,9 +35,39 @@ def parser() -> argparse.ArgumentParser:
         epilog=GROUP_EXAMPLE,
     )
     add_flags(group, GroupBench)
+    _add_collectives(commands)
     _add_cost(commands)
     group.add_argument("--out", type=Path, required=True, help="record to write (JSON)")
     return top
+
+
+def _add_collectives(commands: Any) -> None:
+    counted = commands.add_parser(
+        "collectives",
+        help="count all-gathers and reduce-scatters of one group under FSDP2, on ranks of this machine",
+        epilog=COLLECTIVES_EXAMPLE,
+    )
+    add_flags(counted, CollectiveBench)
+    counted.add_argument("--out", type=Path, required=True, help="record to write (JSON)")
+
+
+def count_collectives(arguments: argparse.Namespace) -> Record:
+    """Count, write the record, and print counts per sharded unit."""
+    settings = CollectiveBench(**given(arguments, CollectiveBench))
+    require_writable(arguments.out)
+    record = run_collective_bench(settings)
+    record.write(arguments.out)
+    cells = {cell.name: cell.values for cell in record.cells if cell.status == "ok"}
+    if "sharding" in cells:
+        units = cells.pop("sharding")["units"]
+        print(f"{units} sharded units; per unit and group of {settings.window} steps:")
+        print(f"{'arm':<24}{'all-gathers':>12}{'reduce-scatters':>17}{'MiB moved':>12}")
+        for name, values in cells.items():
+            counts, moved = values["counts"], sum(values["bytes"].values()) / 2**20
+            gathers, scatters = (counts[kind] / units for kind in ("all_gather", "reduce_scatter"))
+            print(f"{name:<24}{gathers:>12g}{scatters:>17g}{moved:>12.1f}")
+    print(f"wrote {arguments.out}")
+    return record
 
 
 def _add_cost(commands: Any) -> None:
@@ -77,12 +111,16 @@ def predict_cost(arguments: argparse.Namespace) -> Record:
     return record
 
 
+COMMANDS = {"group": time_group, "collectives": count_collectives, "cost": predict_cost}
+"""By name."""
+
+
 def main(argv: list[str] | None = None) -> None:
     """Run a command."""
     top = parser()
     arguments = top.parse_args(argv)
     try:
-        record = (predict_cost if arguments.command == "cost" else time_group)(arguments)
+        record = COMMANDS[arguments.command](arguments)
     except (ValueError, OSError) as error:
         top.error(str(error))
     failed = [f"{cell.name}: {cell.reason}" for cell in record.cells if cell.status == "failed"]

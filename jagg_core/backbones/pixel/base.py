@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from importlib.resources import files
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from safetensors import safe_open
@@ -79,6 +79,8 @@ class PixelModule(nn.Module, ABC):
     """
 
     transformer: Any  # a diffusers model, which carries no types
+    block_lists: ClassVar[tuple[str, ...]]
+    """Attributes of the transformer that hold its blocks."""
 
     def __init__(self, transformer: nn.Module, timestep_factor: float, prompts: int, width: int) -> None:
         super().__init__()
@@ -166,6 +168,11 @@ class PixelBackbone:
         """The diffusers transformer that is trained, sharded and checkpointed."""
         transformer: nn.Module = self.module.transformer
         return transformer
+
+    @property
+    def blocks(self) -> list[nn.Module]:
+        """The transformer's blocks in order, for ``fully_shard`` and for activation checkpointing."""
+        return [block for name in self.module.block_lists for block in getattr(self.module.transformer, name)]
 
     def policy(self, prompts: Sequence[str], guidance: float | None = None) -> PixelPolicy:
         """A policy for these prompts, one per sample. ``guidance`` None is 1: none.

@@ -25,6 +25,8 @@ class FluxSpec(PixelSpec):
 class PixelFlux(PixelModule):
     """diffusers' ``FluxTransformer2DModel`` on patches of pixels."""
 
+    block_lists = ("transformer_blocks", "single_transformer_blocks")
+
     def __init__(self, spec: FluxSpec) -> None:
         from diffusers import FluxTransformer2DModel
 

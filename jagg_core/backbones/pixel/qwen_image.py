@@ -26,6 +26,8 @@ class QwenImageSpec(PixelSpec):
 class PixelQwenImage(PixelModule):
     """diffusers' ``QwenImageTransformer2DModel`` on patches of pixels."""
 
+    block_lists = ("transformer_blocks",)
+
     def __init__(self, spec: QwenImageSpec) -> None:
         from diffusers import QwenImageTransformer2DModel
 

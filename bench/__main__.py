@@ -9,12 +9,15 @@ from typing import Any
 from tqdm import tqdm
 
 from bench.collectives import CollectiveBench, run_collective_bench
+from bench.compare import compare
 from bench.cost import SCHEMES, Machine, Update
 from bench.cost_study import CostStudy, run_cost_study
 from bench.group import GroupBench, run_group_bench
 from jagg_core.flags import add_flags, given
 from jagg_core.records import Record, require_writable
 
+FAILING = ("slower", "ambiguous", "missing", "failed")
+COMPARE_EXAMPLE = "example: python -m bench compare results/before.json results/after.json --fail-on slower missing"
 COLLECTIVES_EXAMPLE = (
     "example: python -m bench collectives --backbone digits-flux --ranks 2 --out results/collectives.json"
 )
@@ -36,6 +39,7 @@ def parser() -> argparse.ArgumentParser:
     )
     add_flags(group, GroupBench)
     _add_collectives(commands)
+    _add_compare(commands)
     _add_cost(commands)
     group.add_argument("--out", type=Path, required=True, help="record to write (JSON)")
     return top
@@ -68,6 +72,33 @@ def count_collectives(arguments: argparse.Namespace) -> Record:
             print(f"{name:<24}{gathers:>12g}{scatters:>17g}{moved:>12.1f}")
     print(f"wrote {arguments.out}")
     return record
+
+
+def _add_compare(commands: Any) -> None:
+    compared = commands.add_parser(
+        "compare", help="is a run of bench group faster than another?", epilog=COMPARE_EXAMPLE
+    )
+    compared.add_argument("first", type=Path, help="record of the run before")
+    compared.add_argument("second", type=Path, help="record of the run after")
+    compared.add_argument("--across-machines", action="store_true", help="compare runs of different machines")
+    compared.add_argument(
+        "--fail-on",
+        nargs="*",
+        choices=FAILING,
+        default=[],
+        help="exit with 1 if an arm has such a verdict",
+    )
+
+
+def compare_runs(arguments: argparse.Namespace) -> list[str]:
+    """Print a line per arm. Returns what the caller asked to fail on."""
+    records = [Record.read(path) for path in (arguments.first, arguments.second)]
+    floor, found = compare(*records, arguments.across_machines)
+    print(f"noise floor {floor:.1%}; ratios of median times, second run over first, with 95 % intervals")
+    for one in found:
+        numbers = "" if one.ratio is None else f"{one.ratio:.3f} [{one.low:.3f}, {one.high:.3f}]"
+        print(f"{one.verdict:<10} {one.arm:<24} {numbers}".rstrip())
+    return [f"{one.arm}: {one.verdict}" for one in found if one.verdict in arguments.fail_on]
 
 
 def _add_cost(commands: Any) -> None:
@@ -120,12 +151,15 @@ def main(argv: list[str] | None = None) -> None:
     top = parser()
     arguments = top.parse_args(argv)
     try:
-        record = COMMANDS[arguments.command](arguments)
+        if arguments.command == "compare":
+            failed, title = compare_runs(arguments), "verdicts to fail on"
+        else:
+            record, title = COMMANDS[arguments.command](arguments), "failed cells"
+            failed = [f"{cell.name}: {cell.reason}" for cell in record.cells if cell.status == "failed"]
     except (ValueError, OSError) as error:
         top.error(str(error))
-    failed = [f"{cell.name}: {cell.reason}" for cell in record.cells if cell.status == "failed"]
     if failed:
-        top.exit(1, "\n".join(["failed cells", *failed, ""]))
+        top.exit(1, "\n".join([title, *failed, ""]))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,118 @@
+"""Two runs of ``python -m bench group`` against each other, arm by arm, from raw samples and a noise floor."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from jagg_core.records import Cell, Record, RecordError
+
+Verdict = Literal["faster", "slower", "same", "ambiguous", "missing", "failed"]
+
+ALIKE = ("backbone", "window", "batch", "device", "dtype", "checkpointing", "eta", "steps")
+"""Settings that two runs must share to be compared."""
+
+MACHINE = ("processor", "cores", "threads", "cuda_devices")
+"""What makes a machine, of a record's environment."""
+
+DRAWS = 9999
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One arm of two runs.
+
+    Attributes:
+        arm: its name.
+        verdict: of the second run, seen from the first. ``faster``, ``slower``: the whole interval lies beyond the
+            noise floor; ``same``: the ratio does not; ``ambiguous``: the ratio does, the interval does not, and more
+            rounds would tell. ``missing``, ``failed``: there is nothing to compare in one of the runs.
+        ratio: of median times, second over first; None without samples.
+        low: lower end of its 95 % bootstrap interval.
+        high: upper end.
+    """
+
+    arm: str
+    verdict: Verdict
+    ratio: float | None = None
+    low: float | None = None
+    high: float | None = None
+
+
+def compare(first: Record, second: Record, across_machines: bool = False) -> tuple[float, list[Comparison]]:
+    """The noise floor, and every arm of either run. A floor of 0.03 is three percent.
+
+    The floor is what timing exact twice in one run shows: the further end of the interval of that ratio, in the worse
+    of the two runs.
+
+    Raises:
+        RecordError: another kind of record, other settings, no noise floor, or another machine (unless allowed).
+    """
+    _require_alike(first, second, across_machines)
+    floor = max(_noise_floor(record) for record in (first, second))
+    cells = [{cell.name: cell for cell in record.cells} for record in (first, second)]
+    names = [cell.name for cell in first.cells] + [c.name for c in second.cells if c.name not in cells[0]]
+    return floor, [_compare_arm(name, cells[0].get(name), cells[1].get(name), floor) for name in names]
+
+
+def _require_alike(first: Record, second: Record, across_machines: bool) -> None:
+    for record in (first, second):
+        if record.kind != "group-speed":
+            raise RecordError(f"records of python -m bench group are compared, found kind {record.kind!r}")
+    for name in ALIKE:
+        one, other = (record.settings.get(name) for record in (first, second))
+        if one != other:
+            raise RecordError(f"{name} must be the same in both runs, found {one!r} and {other!r}")
+    for name in MACHINE:
+        one, other = (record.environment.get(name) for record in (first, second))
+        if one != other and not across_machines:
+            raise RecordError(
+                f"the runs are of different machines ({name}: {one!r} and {other!r}); compare them all the same with "
+                "--across-machines"
+            )
+
+
+def _noise_floor(record: Record) -> float:
+    cells = {cell.name: cell for cell in record.cells if cell.status == "ok"}
+    if not {"exact", "exact-again"} <= cells.keys():
+        raise RecordError("a run needs the arms exact and exact-again, whose difference is the noise floor")
+    _, low, high = ratio_of_medians(_times(cells["exact-again"]), _times(cells["exact"]))
+    return max(1 / low, high) - 1
+
+
+def _compare_arm(name: str, first: Cell | None, second: Cell | None, floor: float) -> Comparison:
+    if first is None or second is None:
+        return Comparison(name, "missing")
+    if first.status != "ok" or second.status != "ok":
+        return Comparison(name, "failed")
+    ratio, low, high = ratio_of_medians(_times(second), _times(first))
+    upper, lower = 1 + floor, 1 / (1 + floor)
+    verdict: Verdict = "ambiguous"
+    if low > upper:
+        verdict = "slower"
+    elif high < lower:
+        verdict = "faster"
+    elif lower <= ratio <= upper:
+        verdict = "same"
+    return Comparison(name, verdict, ratio, low, high)
+
+
+def _times(cell: Cell) -> list[float]:
+    times = [time for time in cell.samples.get("total_s", []) if time is not None]
+    if len(times) < 2 or any(not 0 < time < math.inf for time in times):
+        raise RecordError(f"arm {cell.name} needs at least two positive times, found {times}")
+    return times
+
+
+def ratio_of_medians(numerator: list[float], denominator: list[float], seed: int = 0) -> tuple[float, float, float]:
+    """Ratio of medians of two runs' samples, and its 95 % percentile bootstrap interval (runs resampled apart)."""
+    generator = np.random.default_rng(seed)
+    medians = [
+        np.median(generator.choice(np.asarray(samples), (DRAWS, len(samples))), axis=1)
+        for samples in (numerator, denominator)
+    ]
+    low, high = np.percentile(medians[0] / medians[1], [2.5, 97.5])
+    return float(np.median(numerator) / np.median(denominator)), float(low), float(high)

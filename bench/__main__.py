@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from tqdm import tqdm
@@ -13,6 +14,7 @@ from bench.compare import compare
 from bench.cost import SCHEMES, Machine, Update
 from bench.cost_study import CostStudy, run_cost_study
 from bench.group import GroupBench, run_group_bench
+from bench.memory import run_memory_bench
 from jagg_core.flags import add_flags, given
 from jagg_core.records import Record, require_writable
 
@@ -39,6 +41,7 @@ def parser() -> argparse.ArgumentParser:
     )
     add_flags(group, GroupBench)
     _add_collectives(commands)
+    _add_memory(commands)
     _add_compare(commands)
     _add_cost(commands)
     group.add_argument("--out", type=Path, required=True, help="record to write (JSON)")
@@ -74,6 +77,26 @@ def count_collectives(arguments: argparse.Namespace) -> Record:
     return record
 
 
+def _add_memory(commands: Any) -> None:
+    memory = commands.add_parser("memory", help="peak memory of one group by arm, each in a process of its own")
+    add_flags(memory, GroupBench, skip=("rounds", "warmup"))
+    memory.add_argument("--out", type=Path, required=True, help="record to write (JSON)")
+
+
+def measure_memory(arguments: argparse.Namespace) -> Record:
+    """Measure, write the record, and print a line per arm."""
+    settings = GroupBench(**given(arguments, GroupBench))
+    require_writable(arguments.out)
+    record = run_memory_bench(settings)
+    record.write(arguments.out)
+    for cell in record.cells:
+        if cell.status == "ok":
+            peak = median(peak for peak in cell.samples["peak_bytes"] if peak is not None)
+            print(f"{cell.name:<24}{peak / 2**20:>10.1f} MiB beyond model and gradients")
+    print(f"wrote {arguments.out}")
+    return record
+
+
 def _add_compare(commands: Any) -> None:
     compared = commands.add_parser(
         "compare", help="is a run of bench group faster than another?", epilog=COMPARE_EXAMPLE
@@ -92,8 +115,8 @@ def _add_compare(commands: Any) -> None:
 
 def compare_runs(arguments: argparse.Namespace) -> list[str]:
     """Print a line per arm. Returns what the caller asked to fail on."""
-    records = [Record.read(path) for path in (arguments.first, arguments.second)]
-    floor, found = compare(*records, arguments.across_machines)
+    first, second = (Record.read(path) for path in (arguments.first, arguments.second))
+    floor, found = compare(first, second, arguments.across_machines)
     print(f"noise floor {floor:.1%}; ratios of median times, second run over first, with 95 % intervals")
     for one in found:
         numbers = "" if one.ratio is None else f"{one.ratio:.3f} [{one.low:.3f}, {one.high:.3f}]"
@@ -142,7 +165,7 @@ def predict_cost(arguments: argparse.Namespace) -> Record:
     return record
 
 
-COMMANDS = {"group": time_group, "collectives": count_collectives, "cost": predict_cost}
+COMMANDS = {"group": time_group, "memory": measure_memory, "collectives": count_collectives, "cost": predict_cost}
 """By name."""
 
 

@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import json
 import tempfile
-import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
-import torch.multiprocessing as mp
 
+from bench.children import run_children
 from bench.collective_ranks import work
 from bench.group import TOLERANCE
 from jagg_core.backbones import read_options
@@ -69,17 +68,12 @@ def run_collective_bench(settings: CollectiveBench) -> Record:
     )
     with tempfile.TemporaryDirectory() as folder:
         processes = 1 if settings.pretend else settings.ranks
-        context = mp.start_processes(work, args=(settings, folder), nprocs=processes, join=False, start_method="spawn")
         try:
-            _wait(context, settings.timeout)
+            run_children(work, (settings, folder), processes, settings.timeout)
             found = [json.loads((Path(folder) / f"{rank}.json").read_text()) for rank in range(processes)]
         except Exception as error:  # whatever a child raises
             record.cells.append(Cell("ranks", "failed", f"{type(error).__name__}: {str(error).strip()[-2000:]}"))
             return record
-        finally:
-            for process in context.processes:
-                if process.is_alive():
-                    process.kill()
     first = found[0]
     record.cells.append(Cell("sharding", values={"units": first["units"], "parameters": first["parameters"]}))
     for name, values in first["arms"].items():
@@ -97,10 +91,3 @@ def run_collective_bench(settings: CollectiveBench) -> Record:
             )
         )
     return record
-
-
-def _wait(context: Any, timeout: int) -> None:
-    deadline = time.monotonic() + timeout
-    while not context.join(timeout=1):
-        if time.monotonic() > deadline:
-            raise TimeoutError(f"the ranks were not done after {timeout} s (setting timeout)")

@@ -124,10 +124,7 @@ def run_group_bench(settings: GroupBench, progress: Callable[[str], None] | None
 
     An arm that fails is recorded as failed and left out of the rounds.
     """
-    options = read_options(settings.backbone, settings.backbone_options)
-    backbone = load_backbone(settings.backbone, settings.device, getattr(torch, settings.dtype), **options)
-    if settings.checkpointing:
-        backbone.enable_gradient_checkpointing()
+    backbone = _load(settings)
     policy, trajectory, advantages = _workload(settings, backbone)
     objective = ClippedSurrogate()
     parameters = [p for p in backbone.transformer.parameters() if p.requires_grad]
@@ -185,6 +182,19 @@ def run_group_bench(settings: GroupBench, progress: Callable[[str], None] | None
         environment=environment(),
         cells=cells,
     )
+
+
+def load_group(settings: GroupBench) -> tuple[VelocityPolicy, Trajectory, Tensor]:
+    """Load the backbone; its rollout's first group, and advantages."""
+    return _workload(settings, _load(settings))
+
+
+def _load(settings: GroupBench) -> Backbone:
+    options = read_options(settings.backbone, settings.backbone_options)
+    backbone = load_backbone(settings.backbone, settings.device, getattr(torch, settings.dtype), **options)
+    if settings.checkpointing:
+        backbone.enable_gradient_checkpointing()
+    return backbone
 
 
 def _workload(settings: GroupBench, backbone: Backbone) -> tuple[VelocityPolicy, Trajectory, Tensor]:

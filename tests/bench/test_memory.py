@@ -1,0 +1,66 @@
+"""Peak memory by arm: what one graph, two graphs and five graphs at a time need."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from statistics import median
+
+import pytest
+
+from bench.__main__ import main
+from bench.group import GroupBench
+from bench.memory import REPEATS, arm_names, run_memory_bench
+from jagg_core.records import Record
+
+SETTINGS = GroupBench(backbone="tests.bench.wide:load", batch=512, window=5)
+GRAPH = 512 * 4096 * 4
+"""Bytes of one layer's activations of a batch."""
+
+
+@pytest.fixture(scope="module")
+def peaks() -> dict[str, float]:
+    record = run_memory_bench(SETTINGS, ["exact", "exact-batched", "paper-joint", "closed-form-sequential"])
+    assert [(cell.name, cell.reason) for cell in record.cells if cell.status != "ok"] == []
+    assert all(len(cell.samples["peak_bytes"]) == REPEATS for cell in record.cells)
+    return {cell.name: median(p for p in cell.samples["peak_bytes"] if p is not None) for cell in record.cells}
+
+
+def test_graphs_at_a_time(peaks: dict[str, float]) -> None:
+    assert peaks["exact"] > GRAPH
+    assert peaks["exact-batched"] > 3 * peaks["exact"]
+    assert peaks["paper-joint"] > 1.5 * peaks["exact"]
+
+
+def test_closed_form_one_after_the_other_holds_one_graph_as_exact_does(peaks: dict[str, float]) -> None:
+    """Resident memory has the allocator's habits in it: a quarter was seen."""
+    assert peaks["closed-form-sequential"] < 1.5 * peaks["exact"]
+
+
+def test_an_arm_that_fails_is_recorded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    record = run_memory_bench(GroupBench(backbone="tests.bench.wide:broken"), ["exact"])
+    assert record.cell("exact").status == "failed"
+    assert "no room for this model" in (record.cell("exact").reason or "")
+
+
+def test_an_arm_that_hangs_is_recorded() -> None:
+    record = run_memory_bench(SETTINGS, ["exact"], timeout=0.1)
+    assert "TimeoutError: not done after 0.1 s" in (record.cell("exact").reason or "")
+
+
+def test_every_arm_but_the_bare_ones() -> None:
+    assert arm_names(5) == [
+        "exact",
+        "exact-batched",
+        "paper-joint",
+        "closed-form-sequential",
+        "closed-form-batched",
+        "endpoint-only",
+    ]
+
+
+def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("bench.memory.arm_names", lambda _: ["exact"])
+    out = tmp_path / "memory.json"
+    main(["memory", "--backbone", "tests.bench.wide:load", "--batch", "64", "--out", str(out)])
+    assert Record.read(out).kind == "memory"
+    assert "MiB beyond model and gradients" in capsys.readouterr().out

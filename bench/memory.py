@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import json
 import tempfile
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from bench.children import run_children
 from bench.group import GroupBench, arms_for, load_group
@@ -29,15 +31,13 @@ def run_memory_bench(settings: GroupBench, arms: Sequence[str] | None = None, ti
     """Measure ``arms`` of ``python -m bench group`` (None: all). An arm that fails or hangs is recorded as failed.
 
     A cell's ``peak_bytes`` is what was needed beyond the loaded model, its rollout and its gradients: activations of
-    the graphs held at a time, mostly. On the CPU it is resident memory, on a GPU what torch has allocated.
+    the graphs held at a time, mostly. On a GPU it is what torch's allocator gave, on the CPU the tensors alive.
     """
     cells: list[Cell] = []
     for name in arm_names(settings.window) if arms is None else arms:
         with recorded(cells, name) as cell, tempfile.TemporaryDirectory() as folder:
             run_children(measure, (settings, name, folder), 1, timeout)
-            found = json.loads((Path(folder) / "peaks.json").read_text())
-            cell.samples = {"peak_bytes": found["peaks"]}
-            cell.values = {"held_bytes": found["held"]}
+            cell.samples = {"peak_bytes": json.loads((Path(folder) / "peaks.json").read_text())}
     return Record(
         "memory", command_line(), settings.backbone, asdict(settings), {"rollout": [settings.seed]}, cells=cells
     )
@@ -62,36 +62,57 @@ def measure(number: int, settings: GroupBench, name: str, folder: str) -> None:
         accumulate_gradients(policy, trajectory, advantages, plan, ClippedSurrogate(), **modes)
 
     run()  # gradients are allocated, and libraries set up
-    peaks = []
-    for _ in range(REPEATS):
-        held = _settle(device)
-        run()
-        peaks.append(_peak(device) - held)
-    (Path(folder) / "peaks.json").write_text(json.dumps({"peaks": peaks, "held": held}))
+    peaks = [_peak_of(run, device) for _ in range(REPEATS)]
+    (Path(folder) / "peaks.json").write_text(json.dumps(peaks))
 
 
-def _settle(device: torch.device) -> int:
-    """Give back what is free, forget the peak so far, and return the bytes held."""
+def _peak_of(run: Callable[[], None], device: torch.device) -> int:
+    """Most bytes that were alive at once during a run, beyond those alive before it."""
     gc.collect()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-        torch.cuda.reset_peak_memory_stats(device)
-        return int(torch.cuda.memory_allocated(device))
-    ctypes.CDLL("libc.so.6").malloc_trim(0)
-    Path("/proc/self/clear_refs").write_text("5")
-    return _status("VmRSS")
+    if device.type != "cuda":
+        with LiveBytes() as live:
+            run()
+        return live.peak
+    torch.cuda.synchronize(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    held = torch.cuda.memory_allocated(device)
+    run()
+    torch.cuda.synchronize(device)
+    return int(torch.cuda.max_memory_allocated(device) - held)
 
 
-def _peak(device: torch.device) -> int:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-        return int(torch.cuda.max_memory_allocated(device))
-    return _status("VmHWM")
+class LiveBytes(TorchDispatchMode):
+    """Bytes of tensors that operators made and that are still alive, and the most there were.
 
+    What resident memory is on a CPU depends on the allocator's habits; this does not. Scratch space inside an operator
+    is not seen.
+    """
 
-def _status(name: str) -> int:
-    """A figure of this process's memory in bytes, as Linux tells it."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(f"{name}:"):
-            return int(line.split()[1]) * 1024
-    raise OSError(f"/proc/self/status has no {name}: resident memory can be measured on Linux only")
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.peak = 0
+        self._known: set[int] = set()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        found = func(*args, **(kwargs or {}))
+        inputs = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
+        for tensor in tree_leaves(found):
+            if isinstance(tensor, torch.Tensor):
+                self._note(tensor.untyped_storage(), inputs)
+        return found
+
+    def _note(self, storage: torch.UntypedStorage, inputs: set[int]) -> None:
+        """Count a storage that is new: not of an input (a view, or in place), nor seen before."""
+        key = storage._cdata
+        if key in inputs or key in self._known:
+            return
+        self._known.add(key)
+        self.now += storage.nbytes()
+        self.peak = max(self.peak, self.now)
+        weakref.finalize(storage, self._forget, key, storage.nbytes())
+
+    def _forget(self, key: int, size: int) -> None:
+        self._known.discard(key)
+        self.now -= size

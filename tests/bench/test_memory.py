@@ -6,10 +6,11 @@ from pathlib import Path
 from statistics import median
 
 import pytest
+import torch
 
 from bench.__main__ import main
 from bench.group import GroupBench
-from bench.memory import REPEATS, arm_names, run_memory_bench
+from bench.memory import REPEATS, LiveBytes, arm_names, run_memory_bench
 from jagg_core.records import Record
 
 SETTINGS = GroupBench(backbone="tests.bench.wide:load", batch=512, window=5)
@@ -26,14 +27,30 @@ def peaks() -> dict[str, float]:
 
 
 def test_graphs_at_a_time(peaks: dict[str, float]) -> None:
-    assert peaks["exact"] > GRAPH
-    assert peaks["exact-batched"] > 2 * peaks["exact"]
-    assert peaks["paper-joint"] > 1.2 * peaks["exact"]
+    """A graph of this network keeps two hidden activations."""
+    assert 2 * GRAPH < peaks["exact"] < 6 * GRAPH
+    assert peaks["exact-batched"] > 4 * peaks["exact"]
+    assert peaks["paper-joint"] > 1.4 * peaks["exact"]
 
 
-def test_closed_form_one_after_the_other_holds_one_graph_as_exact_does(peaks: dict[str, float]) -> None:
-    """Resident memory has the allocator's habits in it: a quarter was seen."""
-    assert peaks["closed-form-sequential"] < 1.5 * peaks["exact"]
+def test_closed_form_one_after_the_other_needs_no_more_than_exact(peaks: dict[str, float]) -> None:
+    assert peaks["closed-form-sequential"] <= 1.001 * peaks["exact"]
+
+
+def test_live_bytes() -> None:
+    with LiveBytes() as live:
+        first = torch.ones(1000)
+        kept = first + 1
+        assert live.now == 8000
+        del first
+        view = kept.reshape(10, 100)
+        view.add_(1)
+        assert (live.now, live.peak) == (4000, 8000)
+        del kept
+        assert live.now == 4000  # the view keeps it
+        del view
+        torch.zeros(10)
+    assert (live.now, live.peak) == (0, 8000)
 
 
 def test_an_arm_that_fails_is_recorded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -15,9 +15,11 @@ from bench.cost import SCHEMES, Machine, Update
 from bench.cost_study import CostStudy, run_cost_study
 from bench.group import GroupBench, run_group_bench
 from bench.memory import run_memory_bench
+from bench.suite import PRESETS, run_suite
 from jagg_core.flags import add_flags, given
 from jagg_core.records import Record, require_writable
 
+RUN_EXAMPLE = "example: python -m bench run --preset digits --out results/bench-digits"
 FAILING = ("slower", "ambiguous", "missing", "failed")
 COMPARE_EXAMPLE = "example: python -m bench compare results/before.json results/after.json --fail-on slower missing"
 COLLECTIVES_EXAMPLE = (
@@ -41,6 +43,7 @@ def parser() -> argparse.ArgumentParser:
     )
     add_flags(group, GroupBench)
     _add_collectives(commands)
+    _add_run(commands)
     _add_memory(commands)
     _add_compare(commands)
     _add_cost(commands)
@@ -75,6 +78,34 @@ def count_collectives(arguments: argparse.Namespace) -> Record:
             print(f"{name:<24}{gathers:>12g}{scatters:>17g}{moved:>12.1f}")
     print(f"wrote {arguments.out}")
     return record
+
+
+def _add_run(commands: Any) -> None:
+    suite = commands.add_parser("run", help="measure every cell of a preset", epilog=RUN_EXAMPLE)
+    suite.add_argument("--preset", choices=list(PRESETS), required=True)
+    suite.add_argument("--timeout", type=float, default=900, help="seconds that a cell may take, default 900")
+    suite.add_argument("--out", type=Path, help="run folder, default results/bench-PRESET")
+
+
+def run_preset(arguments: argparse.Namespace) -> Record:
+    """Measure a preset and print what became of its cells, and the speed-ups of its groups."""
+    out = arguments.out or Path("results") / f"bench-{arguments.preset}"
+    require_writable(out / "record.json")
+    with tqdm(total=len(PRESETS[arguments.preset]()), desc=arguments.preset, unit="cell") as bar:
+        record = run_suite(arguments.preset, out, arguments.timeout, lambda _: bar.update())
+    for cell in record.cells:
+        print(f"{cell.status:<8} {cell.name}" + (f": {cell.reason}" if cell.reason else ""))
+        if cell.status == "ok" and cell.settings["kind"] == "group":
+            for line in speed_lines(Record.read(out / cell.settings["file"])):
+                print(f"         {line}")
+    print(f"wrote {out / 'record.json'}")
+    return record
+
+
+def speed_lines(record: Record) -> list[str]:
+    """Median seconds and speed-up over exact of every arm of a group."""
+    times = {cell.name: median(t for t in cell.samples["total_s"] if t is not None) for cell in record.cells}
+    return [f"{name:<24}{time * 1000:>10.1f} ms{times['exact'] / time:>8.2f}x" for name, time in times.items()]
 
 
 def _add_memory(commands: Any) -> None:
@@ -165,7 +196,13 @@ def predict_cost(arguments: argparse.Namespace) -> Record:
     return record
 
 
-COMMANDS = {"group": time_group, "memory": measure_memory, "collectives": count_collectives, "cost": predict_cost}
+COMMANDS = {
+    "run": run_preset,
+    "group": time_group,
+    "memory": measure_memory,
+    "collectives": count_collectives,
+    "cost": predict_cost,
+}
 """By name."""
 
 

@@ -1,0 +1,101 @@
+"""Presets: every cell ends as ok, failed, skipped or missing, with a record and a reason."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from bench import suite
+from bench.__main__ import main
+from bench.collectives import CollectiveBench
+from bench.group import GroupBench
+from bench.suite import PRESETS, Planned, missing_cells, needed_bytes, run_suite, why_not
+from jagg_core.records import Record
+
+WIDE = GroupBench(backbone="tests.bench.wide:load", window=2, batch=4, rounds=2, steps=4)
+CELLS = [
+    Planned("group", WIDE),
+    Planned("memory", WIDE),
+    Planned("group", replace(WIDE, backbone="tests.bench.wide:broken")),
+    Planned("collectives", CollectiveBench(backbone="tests.bench.wide:broken", window=2)),
+    Planned("group", replace(WIDE, device="cuda:7")),
+]
+
+
+@pytest.fixture
+def own_preset(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(PRESETS, "smoke", lambda: CELLS)
+    monkeypatch.setattr("bench.memory.arm_names", lambda _: ["exact"])
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+
+@pytest.mark.parametrize("name", sorted(PRESETS))
+def test_presets_have_cells_of_their_own_names(name: str) -> None:
+    cells = PRESETS[name]()
+    assert len(cells) >= 2
+    assert len({cell.name for cell in cells}) == len({cell.file for cell in cells}) == len(cells)
+    assert all(cell.name.startswith(f"{cell.kind}/") and "/" not in cell.file for cell in cells)
+
+
+def test_names_are_readable() -> None:
+    assert PRESETS["digits"]()[2].name == "group/digits-flux/W5/batch16/float32/cpu/checkpointing"
+    assert PRESETS["digits"]()[-1].name == "collectives/digits-flux/W5/batch2/float32/cpu/ranks2/checkpointing"
+    assert PRESETS["h200"]()[0].name == "group/flux-dev/W5/batch1/bfloat16/cuda/checkpointing"
+
+
+@pytest.mark.usefixtures("own_preset")
+def test_what_became_of_every_cell(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["run", "--preset", "smoke", "--out", str(tmp_path)])
+    assert caught.value.code == 1
+    record = Record.read(tmp_path / "record.json")
+    assert record.kind == "bench" and missing_cells(record) == []
+    assert [cell.status for cell in record.cells] == ["ok", "ok", "failed", "failed", "skipped"]
+    group, memory, broken, ranks, skipped = record.cells
+    assert Record.read(tmp_path / group.settings["file"]).kind == "group-speed"
+    assert Record.read(tmp_path / memory.settings["file"]).kind == "memory"
+    assert "no room for this model" in (broken.reason or "") and "no room for this model" in (ranks.reason or "")
+    assert skipped.reason == "needs a CUDA device; this machine has none"
+    printed = capsys.readouterr()
+    assert "1.00x" in printed.out and "skipped" in printed.out
+    assert "no room for this model" in printed.err
+
+
+@pytest.mark.usefixtures("own_preset")
+def test_a_run_that_is_killed_keeps_what_was_done(tmp_path: Path) -> None:
+    def stop(name: str) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run_suite("smoke", tmp_path, progress=stop)
+    record = Record.read(tmp_path / "record.json")
+    assert [cell.status for cell in record.cells] == ["ok"]
+    assert missing_cells(record) == [cell.name for cell in CELLS[1:]]
+
+
+@pytest.mark.usefixtures("own_preset")
+def test_a_cell_that_hangs_is_a_failed_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(PRESETS, "smoke", lambda: CELLS[:1])
+    record = run_suite("smoke", tmp_path, timeout=0.1)
+    assert record.cells[0].reason == "TimeoutError: not done after 0.1 s (setting timeout)"
+    json.loads((tmp_path / "record.json").read_text())
+
+
+def test_memory_that_does_not_suffice(monkeypatch: pytest.MonkeyPatch) -> None:
+    large = Planned("group", GroupBench(backbone="flux-dev"))
+    # weights, gradients, and the twin's of both, in fp32
+    assert needed_bytes(large) == 4 * 4 * 11_901_408_320
+    monkeypatch.setattr(suite, "_memory", lambda device: 2**30)
+    assert why_not(large) == "needs 177.3 GiB, cpu has 1.0"
+    assert why_not(Planned("group", WIDE)) is None
+    lora = replace(large.settings, backbone_options=("lora_rank=4",), dtype="bfloat16")
+    assert needed_bytes(Planned("group", lora)) == 2 * 11_901_408_320
+
+
+def test_an_unknown_preset(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"preset must be one of \['smoke', .* found 'everything'"):
+        run_suite("everything", tmp_path)

@@ -69,6 +69,8 @@ class Job:
         self.signature = {k: v for k, v in told.items() if k != "prompts"}
         # with a prompt's own digest, which holds what else it was encoded with
         self.prompts = [told.get("prompts"), *self.backbone.prompts]
+        # where a model lies says nothing of it
+        self.options = [o for o in settings.backbone_options if not o.startswith(("path=", "prompts=", "revision="))]
         self.weights = weights_version(policy)
         self.record = Record(
             kind=kind,
@@ -95,7 +97,7 @@ class Job:
     def key(self, eta: float, recipe: Recipe, **more: Any) -> dict[str, Any]:
         """What numbers of rollouts depend on."""
         own: dict[str, Any] = {"backbone": self.backbone.name, "weights": self.weights, "prompts": self.prompts}
-        own |= {"signature": self.signature}
+        own |= {"signature": self.signature, "options": self.options}
         own |= {"reward": self.settings.reward, "objective": repr(self.objective), "format": TABLE_FORMAT}
         return own | {"eta": eta, "recipe": asdict(recipe)} | more
 

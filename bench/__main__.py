@@ -16,9 +16,14 @@ from bench.cost_study import CostStudy, run_cost_study
 from bench.group import GroupBench, run_group_bench
 from bench.memory import run_memory_bench
 from bench.suite import PRESETS, run_suite
+from bench.update import UpdateBench, run_update_bench, speed_ups
 from jagg_core.flags import add_flags, given
 from jagg_core.records import Record, require_writable
 
+UPDATE_EXAMPLE = (
+    "example: python -m bench update --backbone photos-flux --out results/update.json --passes 8 5 "
+    "--calibration results/reference/photos-flux-calibration/calibration-eta0.7.json"
+)
 RUN_EXAMPLE = "example: python -m bench run --preset digits --out results/bench-digits"
 FAILING = ("slower", "ambiguous", "missing", "failed")
 COMPARE_EXAMPLE = "example: python -m bench compare results/before.json results/after.json --fail-on slower missing"
@@ -44,6 +49,7 @@ def parser() -> argparse.ArgumentParser:
     add_flags(group, GroupBench)
     _add_collectives(commands)
     _add_run(commands)
+    _add_update(commands)
     _add_memory(commands)
     _add_compare(commands)
     _add_cost(commands)
@@ -106,6 +112,29 @@ def speed_lines(record: Record) -> list[str]:
     """Median seconds and speed-up over exact of every arm of a group."""
     times = {cell.name: median(t for t in cell.samples["total_s"] if t is not None) for cell in record.cells}
     return [f"{name:<24}{time * 1000:>10.1f} ms{times['exact'] / time:>8.2f}x" for name, time in times.items()]
+
+
+def _add_update(commands: Any) -> None:
+    update = commands.add_parser(
+        "update", help="time whole updates, and the rollout before them", epilog=UPDATE_EXAMPLE
+    )
+    add_flags(update, UpdateBench, skip=("warmup",))
+    update.add_argument("--out", type=Path, required=True, help="record to write (JSON)")
+
+
+def time_update(arguments: argparse.Namespace) -> Record:
+    """Time updates, write the record, and print speed-ups of all that a step is made of."""
+    settings = UpdateBench(**given(arguments, UpdateBench))
+    require_writable(arguments.out)
+    with tqdm(desc=f"time {settings.backbone}") as bar:
+        record = run_update_bench(settings, progress=lambda _: bar.update())
+    record.write(arguments.out)
+    print(f"{'way':<30}{'passes':>7}{'seconds':>9}{'backward':>10}{'update':>9}{'rollout + update':>18}")
+    for one in speed_ups(record):
+        ratios = f"{one['backward']:>9.2f}x{one['update']:>8.2f}x{one['step']:>17.2f}x"
+        print(f"{one['way']:<30}{one['passes']:>7}{one['seconds']:>9.2f}{ratios}")
+    print(f"wrote {arguments.out}")
+    return record
 
 
 def _add_memory(commands: Any) -> None:
@@ -199,6 +228,7 @@ def predict_cost(arguments: argparse.Namespace) -> Record:
 COMMANDS = {
     "run": run_preset,
     "group": time_group,
+    "update": time_update,
     "memory": measure_memory,
     "collectives": count_collectives,
     "cost": predict_cost,

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.benchmark.utils.timer import timer
 
+from bench.rounds import time_in_rounds
 from jagg_core import (
     ClippedSurrogate,
     DanceSDE,
@@ -124,8 +125,9 @@ def run_group_bench(settings: GroupBench, progress: Callable[[str], None] | None
 
     An arm that fails is recorded as failed and left out of the rounds.
     """
-    backbone = _load(settings)
-    policy, trajectory, advantages = _workload(settings, backbone)
+    backbone = load(settings)
+    policy, trajectory, advantages = workload(settings, backbone)
+    trajectory = trajectory.select(range(settings.window))
     objective = ClippedSurrogate()
     parameters = [p for p in backbone.transformer.parameters() if p.requires_grad]
     upstream = [upstream_closed_form(objective, trajectory, j, advantages).gradient for j in range(trajectory.steps)]
@@ -161,15 +163,8 @@ def run_group_bench(settings: GroupBench, progress: Callable[[str], None] | None
             cell.values = {"relative_error": error, "passes": plan.passes}
         if progress is not None:
             progress(f"verified {arm.name}")
-    timed = [arm for arm, cell in zip(arms, cells, strict=True) if cell.status == "ok"]
-    order = generator_for(settings.seed, "arm order")
-    for round_number in range(settings.rounds):
-        for index in torch.randperm(len(timed), generator=order).tolist():
-            cell = next(c for c in cells if c.name == timed[index].name)
-            for name, seconds in execute(timed[index]).items():
-                cell.samples.setdefault(name, []).append(seconds)
-        if progress is not None:
-            progress(f"round {round_number + 1}")
+    by_name = {arm.name: arm for arm in arms}
+    time_in_rounds(cells, lambda name: execute(by_name[name]), settings.rounds, settings.seed, progress)
     for parameter in parameters:
         parameter.grad = None
     return Record(
@@ -186,10 +181,12 @@ def run_group_bench(settings: GroupBench, progress: Callable[[str], None] | None
 
 def load_group(settings: GroupBench) -> tuple[VelocityPolicy, Trajectory, Tensor]:
     """Load the backbone; its rollout's first group, and advantages."""
-    return _workload(settings, _load(settings))
+    policy, trajectory, advantages = workload(settings, load(settings))
+    return policy, trajectory.select(range(settings.window)), advantages
 
 
-def _load(settings: GroupBench) -> Backbone:
+def load(settings: GroupBench) -> Backbone:
+    """The backbone, with gradient checkpointing if asked for."""
     options = read_options(settings.backbone, settings.backbone_options)
     backbone = load_backbone(settings.backbone, settings.device, getattr(torch, settings.dtype), **options)
     if settings.checkpointing:
@@ -197,8 +194,8 @@ def _load(settings: GroupBench) -> Backbone:
     return backbone
 
 
-def _workload(settings: GroupBench, backbone: Backbone) -> tuple[VelocityPolicy, Trajectory, Tensor]:
-    """A rollout's first group, with standard normal advantages: timing does not depend on their values."""
+def workload(settings: GroupBench, backbone: Backbone) -> tuple[VelocityPolicy, Trajectory, Tensor]:
+    """A rollout, with standard normal advantages: timing does not depend on their values."""
     prompts = [backbone.prompts[i % len(backbone.prompts)] for i in range(settings.batch)]
     policy = backbone.policy(prompts, settings.guidance)
     seed = derive_seed(settings.seed, "bench")
@@ -208,4 +205,4 @@ def _workload(settings: GroupBench, backbone: Backbone) -> tuple[VelocityPolicy,
     sigmas = schedule_of(backbone, settings.schedule, settings.steps, settings.shift)
     trajectory = rollout(policy, sigmas, DanceSDE(settings.eta), latents, seed)
     advantages = torch.randn(settings.batch, generator=generator_for(seed, "advantages")).to(backbone.device)
-    return policy, trajectory.select(range(settings.window)), advantages
+    return policy, trajectory, advantages

@@ -136,7 +136,6 @@ class PretrainedBackbone(ABC):
         self.max_text_tokens = self.text_tokens if text_tokens is None else text_tokens
         self.timestep = self.exact_timestep()
         self._vae: Any = None
-        self.lora: tuple[int, int] | None = None
         self.text: TextStore | RandomTexts = self._random_texts() if folder is None else self._store(folder)
 
     # What a family says of itself
@@ -239,10 +238,9 @@ class PretrainedBackbone(ABC):
         return "random" if self.folder is None else self.folder.text_fingerprint
 
     @property
-    def trained(self) -> str:
-        """What is trained of how much, for signatures: parameters in all, and a LoRA's scaled rank."""
-        total = sum(p.numel() for p in self.transformer.parameters())
-        return f"{total} parameters" + ("" if self.lora is None else f", LoRA {self.lora[0]} alpha {self.lora[1]}")
+    def parameters(self) -> int:
+        """Parameters of the transformer, without those of a LoRA."""
+        return sum(p.numel() for name, p in self.transformer.named_parameters() if "lora_" not in name)
 
     @property
     def blocks(self) -> list[nn.Module]:

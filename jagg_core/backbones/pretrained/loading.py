@@ -136,7 +136,7 @@ def load_pretrained(
         calls=calls,
     )
     if lora_rank > 0:
-        backbone.lora = add_lora(transformer, family.lora_targets, lora_rank, lora_alpha)
+        add_lora(transformer, family.lora_targets, lora_rank, lora_alpha)
     for module in backbone.unread():
         module.requires_grad_(False)
     return backbone

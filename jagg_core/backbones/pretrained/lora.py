@@ -8,15 +8,11 @@ from typing import Any
 import torch
 
 
-def add_lora(
-    transformer: Any, targets: Sequence[str], rank: int, alpha: int | None = None, seed: int = 0
-) -> tuple[int, int]:
+def add_lora(transformer: Any, targets: Sequence[str], rank: int, alpha: int | None = None, seed: int = 0) -> None:
     """Freeze ``transformer`` and add a trainable LoRA to its layers ``targets``; ``alpha`` None is twice the rank.
 
     The A matrices are Gaussian (``seed``), the B matrices zero: the velocity is unchanged at first. Both stay in fp32
     under a half-precision transformer, as diffusers' training scripts keep them.
-
-    Returns rank and alpha.
 
     Raises:
         ValueError: peft is missing, or the transformer has none of the layers.
@@ -39,4 +35,3 @@ def add_lora(
     for parameter in transformer.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.float()
-    return rank, scaled

@@ -64,6 +64,6 @@ class PretrainedPolicy:
             "guidance": repr(self.scale),
             "dtype": str(backbone.dtype).removeprefix("torch."),
             "size": f"{backbone.size.height}x{backbone.size.width}x{backbone.size.frames}",
-            "trained": backbone.trained,
+            "parameters": str(backbone.parameters),
             "prompts": hashlib.blake2b(json.dumps(told).encode(), digest_size=8).hexdigest(),
         }

@@ -135,9 +135,9 @@ def test_signatures_tell_settings_apart(folders: Folders) -> None:
     told = one.policy(["a"]).signature()
     assert told["guidance"] == "3.5" and told["size"] == "16x24x1" and str(one.folder.path) not in repr(told)
     others = [one.policy(["b"]), one.policy(["a"], 2.0), one.policy(["a", "a"]), wide.policy(["a"])]
-    others += [load(folders, "flux-dev", lora_rank=rank).policy(["a"]) for rank in (2, 4)]
     assert all(policy.signature() != told for policy in others)
-    assert others[-1].signature() != others[-2].signature()
+    # a plan that was calibrated on the weights serves a LoRA of them; a replay tells them apart by the weights
+    assert load(folders, "flux-dev", lora_rank=2).policy(["a"]).signature() == told
     assert one.policy(["a"], 4).signature() == one.policy(["a"], 4.0).signature()
 
 

@@ -94,7 +94,10 @@ PRESETS: dict[str, Callable[[], list[Planned]]] = {
         Planned("memory", GroupBench(window=2, batch=2, rounds=2, steps=4)),
         Planned("collectives", CollectiveBench(window=2)),
     ],
-    "digits": lambda: [*_cells("digits-flux", 16, (5,), 9), *_counts("digits-flux", 5)],
+    "digits": lambda: [
+        *(c for c in _cells("digits-flux", 16, (5,), 7) if c.kind == "group" or not c.settings.checkpointing),
+        _counts("digits-flux", 5)[1],
+    ],
     "laptop": lambda: [
         *_cells("digits-flux", 16, (4, 5), 15),
         *_cells("photos-flux", 6, (4, 5), 15),

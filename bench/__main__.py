@@ -89,7 +89,9 @@ def count_collectives(arguments: argparse.Namespace) -> Record:
 def _add_run(commands: Any) -> None:
     suite = commands.add_parser("run", help="measure every cell of a preset", epilog=RUN_EXAMPLE)
     suite.add_argument("--preset", choices=list(PRESETS), required=True)
-    suite.add_argument("--timeout", type=float, default=900, help="seconds that a cell may take, default 900")
+    suite.add_argument(
+        "--timeout", type=float, default=900, help="seconds that each process of a cell may take, default 900"
+    )
     suite.add_argument("--out", type=Path, help="run folder, default results/bench-PRESET")
 
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from bench.group import TOLERANCE, Arm, arms_for
+from bench.group import TOLERANCE, Arm, arms_for, relative_error
 from jagg_core import (
     ClippedSurrogate,
     DanceSDE,
@@ -226,11 +226,6 @@ def _clear(transformer: nn.Module) -> None:
 
 
 def _error(found: list[Tensor | None], expected: list[Tensor | None]) -> float:
-    difference = size = 0.0
-    for ours, theirs in zip(found, expected, strict=True):
-        if (ours is None) != (theirs is None):
-            raise ValueError("sharding changes which parameters get a gradient")
-        if ours is not None and theirs is not None:
-            difference += (ours.double() - theirs.double()).square().sum().item()
-            size += theirs.double().square().sum().item()
-    return (difference / size) ** 0.5
+    if [gradient is None for gradient in found] != [gradient is None for gradient in expected]:
+        raise ValueError("sharding changes which parameters get a gradient")
+    return relative_error(*([gradient for gradient in part if gradient is not None] for part in (found, expected)))

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -18,14 +18,10 @@ from jagg_core.backbones import list_backbones
 from jagg_core.records import Cell, Record, command_line
 
 Settings = GroupBench | CollectiveBench
-Kind = str
+Kind = Literal["group", "memory", "collectives"]
 
-RUN: dict[Kind, Callable[[Any], Record]] = {
-    "group": run_group_bench,
-    "memory": run_memory_bench,
-    "collectives": run_collective_bench,
-}
-"""What measures a cell, by its kind."""
+NOT_REACHED = "the run ended before this cell"
+"""Why a cell of a run that was killed has no result."""
 
 COPIES = {"group": 4, "memory": 2, "collectives": 3}
 """Tensors of the model's size that a kind holds at a time: weights, gradients, and those they are checked against."""
@@ -116,7 +112,8 @@ def run_suite(preset: str, out: Path, timeout: float = 900, progress: Callable[[
     """Measure every cell of a preset, and write its record beside ``out/record.json``, which lists them all.
 
     A cell that is skipped says what it needs; one that fails has its error; both leave the others alone. A run that is
-    killed has the records of the cells that were done.
+    killed has the records of the cells that were done, and names the others. ``timeout``: seconds that each process of
+    a cell may take.
 
     Raises:
         ValueError: unknown preset.
@@ -124,19 +121,14 @@ def run_suite(preset: str, out: Path, timeout: float = 900, progress: Callable[[
     if preset not in PRESETS:
         raise ValueError(f"preset must be one of {list(PRESETS)}, found {preset!r}")
     planned = PRESETS[preset]()
-    record = Record("bench", command_line(), preset, {"preset": preset, "cells": [p.name for p in planned]}, seeds={})
-    for one in planned:
-        record.cells.append(_measure(one, out, timeout))
+    cells = [Cell(one.name, "skipped", NOT_REACHED) for one in planned]
+    record = Record("bench", command_line(), preset, {"preset": preset}, seeds={}, cells=cells)
+    for number, one in enumerate(planned):
+        record.cells[number] = _measure(one, out, timeout)
         record.write(out / "record.json")
         if progress is not None:
             progress(one.name)
     return record
-
-
-def missing_cells(record: Record) -> list[str]:
-    """Cells that were planned and are not in a run's record: it was killed."""
-    found = {cell.name for cell in record.cells}
-    return [name for name in record.settings["cells"] if name not in found]
 
 
 def _measure(planned: Planned, out: Path, timeout: float) -> Cell:
@@ -147,11 +139,13 @@ def _measure(planned: Planned, out: Path, timeout: float) -> Cell:
     path = out / planned.file
     path.unlink(missing_ok=True)
     try:
-        if planned.kind == "group":
-            # the other kinds spawn processes of their own
-            run_children(_child, (planned.settings, str(path)), 1, timeout)
+        # a group is timed in a process of its own; the other kinds spawn theirs
+        if isinstance(planned.settings, CollectiveBench):
+            run_collective_bench(replace(planned.settings, timeout=max(1, round(timeout)))).write(path)
+        elif planned.kind == "memory":
+            run_memory_bench(planned.settings, timeout=timeout).write(path)
         else:
-            RUN[planned.kind](planned.settings).write(path)
+            run_children(_child, (planned.settings, str(path)), 1, timeout)
         failed = [f"{cell.name}: {cell.reason}" for cell in Record.read(path).cells if cell.status == "failed"]
     except Exception as error:  # of a child that died, hung or ran out of memory
         return Cell(planned.name, "failed", f"{type(error).__name__}: {str(error).strip()[-2000:]}", settings)

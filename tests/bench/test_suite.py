@@ -1,4 +1,4 @@
-"""Presets: every cell ends as ok, failed, skipped or missing, with a record and a reason."""
+"""Presets: every cell ends as ok, failed or skipped, with a record or a reason."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from bench import suite
 from bench.__main__ import main
 from bench.collectives import CollectiveBench
 from bench.group import GroupBench
-from bench.suite import PRESETS, Planned, missing_cells, needed_bytes, run_suite, why_not
+from bench.suite import PRESETS, Planned, needed_bytes, run_suite, why_not
 from jagg_core.records import Record
 
 WIDE = GroupBench(backbone="tests.bench.wide:load", window=2, batch=4, rounds=2, steps=4)
@@ -53,7 +53,7 @@ def test_what_became_of_every_cell(tmp_path: Path, capsys: pytest.CaptureFixture
         main(["run", "--preset", "smoke", "--out", str(tmp_path)])
     assert caught.value.code == 1
     record = Record.read(tmp_path / "record.json")
-    assert record.kind == "bench" and missing_cells(record) == []
+    assert record.kind == "bench" and [cell.name for cell in record.cells] == [cell.name for cell in CELLS]
     assert [cell.status for cell in record.cells] == ["ok", "ok", "failed", "failed", "skipped"]
     group, memory, broken, ranks, skipped = record.cells
     assert Record.read(tmp_path / group.settings["file"]).kind == "group-speed"
@@ -73,15 +73,16 @@ def test_a_run_that_is_killed_keeps_what_was_done(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         run_suite("smoke", tmp_path, progress=stop)
     record = Record.read(tmp_path / "record.json")
-    assert [cell.status for cell in record.cells] == ["ok"]
-    assert missing_cells(record) == [cell.name for cell in CELLS[1:]]
+    assert [cell.name for cell in record.cells] == [cell.name for cell in CELLS]
+    assert [cell.reason for cell in record.cells] == [None, *["the run ended before this cell"] * 4]
 
 
 @pytest.mark.usefixtures("own_preset")
-def test_a_cell_that_hangs_is_a_failed_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(PRESETS, "smoke", lambda: CELLS[:1])
+def test_cells_that_hang_are_failed_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(PRESETS, "smoke", lambda: CELLS[:2])
     record = run_suite("smoke", tmp_path, timeout=0.1)
     assert record.cells[0].reason == "TimeoutError: not done after 0.1 s (setting timeout)"
+    assert record.cells[1].reason == "exact: TimeoutError: not done after 0.1 s (setting timeout)"
     json.loads((tmp_path / "record.json").read_text())
 
 

@@ -196,6 +196,18 @@ class PretrainedBackbone(ABC):
         """What the pipeline gives the scheduler's ``set_timesteps`` besides the number of steps."""
         return {}
 
+    def embedded(self, latents: Tensor, guidance: float | None) -> Tensor | None:
+        """``guidance`` as a transformer with ``guidance_embeds`` takes it, ``[N]`` fp32; None for one without.
+
+        Raises:
+            ValueError: the transformer embeds guidance and there is none.
+        """
+        if not self._transformer.config.guidance_embeds:
+            return None
+        if guidance is None:
+            raise ValueError(f"guidance: {self.name} embeds it and needs a number; usual: {self.model.scale}")
+        return latents.new_full([len(latents)], guidance, dtype=torch.float32)
+
     def combine(self, conditional: Tensor, unconditional: Tensor, scale: float) -> Tensor:
         """Classifier-free guidance of two velocities, as the pipeline does it; fp32."""
         return guided(conditional, unconditional, scale)

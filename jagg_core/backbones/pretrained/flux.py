@@ -7,7 +7,6 @@ from types import MappingProxyType
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from jagg_core.backbones.pretrained.base import PublishedModel, Size
@@ -73,15 +72,10 @@ class Flux(PackedBackbone):
 
     def call(self, latents: Tensor, sigma: Tensor, text: TextBatch, guidance: float | None) -> Tensor:
         """See `PretrainedBackbone`."""
-        transformer, told = self._transformer, None
-        if transformer.config.guidance_embeds:
-            if guidance is None:
-                raise ValueError(f"guidance: {self.name} embeds it and needs a number; usual: {self.model.scale}")
-            told = latents.new_full([len(latents)], guidance, dtype=torch.float32)
-        velocity: Tensor = transformer(
+        velocity: Tensor = self._transformer(
             hidden_states=latents,
             timestep=sigma,
-            guidance=told,
+            guidance=self.embedded(latents, guidance),
             pooled_projections=text.pooled,
             encoder_hidden_states=text.tokens,
             txt_ids=latents.new_zeros(text.tokens.shape[1], 3),

@@ -106,15 +106,10 @@ class Flux2(PackedBackbone):
 
     def call(self, latents: Tensor, sigma: Tensor, text: TextBatch, guidance: float | None) -> Tensor:
         """See `PretrainedBackbone`."""
-        transformer, told = self._transformer, None
-        if transformer.config.guidance_embeds:
-            if guidance is None:
-                raise ValueError(f"guidance: the transformer embeds it, and {self.name} does not: another model's?")
-            told = latents.new_full([len(latents)], guidance, dtype=torch.float32)
-        velocity: Tensor = transformer(
+        velocity: Tensor = self._transformer(
             hidden_states=latents,
             timestep=sigma,
-            guidance=told,
+            guidance=self.embedded(latents, guidance),
             encoder_hidden_states=text.tokens,
             txt_ids=positions(1, 1, text.tokens.shape[1], latents.device),
             img_ids=positions(*self.grid, 1, latents.device),

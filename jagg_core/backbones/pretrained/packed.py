@@ -51,8 +51,9 @@ def token_shift(configs: Configs, image_tokens: int) -> dict[str, float]:
 
 def grid_ids(rows: int, columns: int, device: torch.device) -> Tensor:
     """Positions ``[rows * columns, 3]`` of packed tokens: zero, row, column; fp32."""
-    row, column = torch.meshgrid(torch.arange(rows), torch.arange(columns), indexing="ij")
-    return torch.stack([torch.zeros_like(row), row, column], dim=-1).reshape(-1, 3).to(device, torch.float32)
+    lengths = (torch.arange(length, dtype=torch.float32, device=device) for length in (rows, columns))
+    row, column = torch.meshgrid(*lengths, indexing="ij")
+    return torch.stack([torch.zeros_like(row), row, column], dim=-1).reshape(-1, 3)
 
 
 def unpack(latents: Tensor, rows: int, columns: int) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -37,6 +38,7 @@ def parser() -> argparse.ArgumentParser:
     """The command line."""
     top = argparse.ArgumentParser(prog="python -m jagg_core", description="Backbones, samples and rewards.")
     commands = top.add_subparsers(dest="command", required=True)
+    commands.add_parser("train", help="train by GRPO with any plan; see train --help", add_help=False)
     backbones = commands.add_parser(
         "backbones", help="list backbones, check one, or retrain a shipped one", epilog=CHECK_EXAMPLE
     )
@@ -195,8 +197,14 @@ def list_reward_table() -> None:
 
 def main(argv: list[str] | None = None) -> None:
     """Run a command."""
+    given = sys.argv[1:] if argv is None else argv
+    if given[:1] == ["train"]:
+        from jagg_core.grpo.command import main as train
+
+        train(given[1:])
+        return
     top = parser()
-    arguments = top.parse_args(argv)
+    arguments = top.parse_args(given)
     failed = 0
     try:
         if arguments.command == "sample":

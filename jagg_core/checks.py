@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from typing import get_args
+
 
 def require_at_least(settings: object, **minimum: int) -> None:
     """Raise ValueError, naming the setting and what was found, unless each attribute is at least its minimum."""
@@ -9,3 +12,18 @@ def require_at_least(settings: object, **minimum: int) -> None:
         value = getattr(settings, name)
         if not value >= low:
             raise ValueError(f"{name} must be at least {low}, found {value}")
+
+
+def require_one_of(name: str, value: object, allowed: object) -> None:
+    """Raise ValueError unless ``value`` is one of the choices of a Literal type, or of a tuple."""
+    choices = allowed if isinstance(allowed, tuple) else get_args(allowed)
+    if value not in choices:
+        raise ValueError(f"{name} must be one of {list(choices)}, found {value!r}")
+
+
+def require_positive(settings: object, *names: str) -> None:
+    """Raise ValueError unless each attribute is positive and finite."""
+    for name in names:
+        value = getattr(settings, name)
+        if not 0 < value < math.inf:
+            raise ValueError(f"{name} must be positive and finite, found {value}")

@@ -6,22 +6,109 @@ possibly an empty one. Sums over elements are then sums over the pieces.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+
+from jagg_core.policy import VelocityPolicy
 
 
 def on_any_rank(here: bool, device: torch.device) -> bool:
     """Whether something is true on this or any other rank of the default process group."""
-    if not (dist.is_available() and dist.is_initialized()):
+    if ranks() == 1:
         return here
     flag = torch.tensor(int(here), device=device)
     dist.all_reduce(flag, op=dist.ReduceOp.MAX)
     return bool(flag.item())
+
+
+def ranks() -> int:
+    """Ranks of the default process group; 1 without one."""
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
+def rank() -> int:
+    """This process's place in it; 0 without one."""
+    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+
+
+def barrier() -> None:
+    """Wait for every rank."""
+    if ranks() > 1:
+        dist.barrier()
+
+
+def gathered(values: Tensor) -> Tensor:
+    """``values`` [N, ...] of all ranks, in their order, ``[ranks * N, ...]``; equal shapes everywhere."""
+    if ranks() == 1:
+        return values
+    parts = [torch.empty_like(values) for _ in range(ranks())]
+    dist.all_gather(parts, values.contiguous())
+    return torch.cat(parts)
+
+
+def join(device: str, timeout: int) -> torch.device:
+    """Join the process group that ``torchrun`` set up, if it did. Returns this rank's device.
+
+    ``timeout``: seconds that a rank waits for the others.
+    """
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    if world == 1 or dist.is_initialized():
+        return torch.device(device)
+    found = torch.device(device)
+    if found.type == "cuda":
+        found = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(found)
+    backend = "nccl" if found.type == "cuda" else "gloo"
+    dist.init_process_group(backend, timeout=timedelta(seconds=timeout))
+    return found
+
+
+def shard(blocks: Sequence[nn.Module], transformer: nn.Module, dtype: torch.dtype, shards: int = 0) -> None:
+    """Shard every block, and what is left of the transformer, over the default process group by FSDP2.
+
+    The weights stay in their dtype; they are gathered in ``dtype``, and gradients are reduced in fp32 at least. No
+    weights stay gathered after a forward. ``shards``: ranks that share a copy of the weights; fewer than all make
+    copies (HSDP), 0 is all.
+    """
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    first = next(transformer.parameters())
+    count = shards or ranks()
+    shape, names = ((count,), ("shard",)) if count == ranks() else ((ranks() // count, count), ("replicate", "shard"))
+    mesh = init_device_mesh(first.device.type, shape, mesh_dim_names=names)
+    reduced = torch.promote_types(dtype, torch.float32)
+    precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=reduced)
+    for module in (*blocks, transformer):
+        fully_shard(module, mesh=mesh, reshard_after_forward=True, mp_policy=precision)
+
+
+class FixedParameters:
+    """A policy that always shows the same parameters: a sharded module shows gathered ones during a forward."""
+
+    def __init__(self, policy: VelocityPolicy, parameters: Sequence[Tensor]) -> None:
+        self._policy = policy
+        self._parameters = list(parameters)
+
+    def velocity(self, latents: Tensor, sigma: Tensor, rows: Tensor) -> Tensor:
+        """See `jagg_core.policy.VelocityPolicy`."""
+        return self._policy.velocity(latents, sigma, rows)
+
+    def parameters(self) -> list[Tensor]:
+        """As they were given."""
+        return self._parameters
+
+    def signature(self) -> dict[str, str]:
+        """The policy's own; empty if it has none."""
+        found: dict[str, str] = getattr(self._policy, "signature", dict)()
+        return found
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,7 @@ from jagg_core.policy import VelocityPolicy
 from jagg_core.trajectory import ReplayMismatch, Trajectory, policy_signature, weights_version
 from jagg_core.transitions import expand
 
-UpstreamMode = Literal["auto", "autograd", "closed_form"]
+UpstreamMode = Literal["auto", "autograd", "closed_form", "interpolated"]
 BackwardMode = Literal["auto", "joint", "batched", "sequential"]
 PartlyClipped = Literal["exact", "keep"]
 
@@ -119,7 +119,9 @@ def accumulate_gradients(
         objective: the loss.
         upstream: ``"autograd"`` runs the network at every step (the paper). ``"closed_form"`` only at the knots; legal
             only on policy, which is checked before any forward by the weights, and at every knot by the ratio.
-            ``"auto"`` takes it exactly where the weights are known to be the rollout's.
+            ``"auto"`` takes it exactly where the weights are known to be the rollout's. ``"interpolated"``: off policy,
+            yet with forwards at the knots alone. How far velocities have moved since the rollout is known there, and
+            taken for the other steps by the plan's own weights, which must sum to 1 for every step.
         backward: ``"joint"``: one forward per knot, one backward call per independent part of the plan (the paper).
             ``"batched"``: several knots in one pass. ``"sequential"``: one knot at a time, the least memory.
             ``"auto"``: batched while a pass stays small (`AUTO_ELEMENTS`), else sequential.
@@ -197,6 +199,7 @@ class _Update:
         self.components = plan.components()
         self.known: dict[int, Upstream] = {}
         self.log_ratios: dict[int, Tensor] = {}
+        self.drifts: dict[int, Tensor] = {}
         self.routed: dict[int, Tensor] = {}
         self.mixed = 0
         self.passes = self.forwards = self.reference_forwards = self.backward_calls = 0
@@ -224,6 +227,8 @@ class _Update:
                 "away from the rollout's states there is no ratio to check"
             )
         self.upstream = upstream if upstream != "auto" else ("closed_form" if self.on_policy else "autograd")
+        if self.upstream == "interpolated":
+            self._require_interpolating()
         self.routing = self.upstream == "autograd" and self.partly_clipped == "exact"
         fitting = self.plan.passes if max_rows is None else max_rows // batch
         if backward == "auto":
@@ -231,6 +236,16 @@ class _Update:
             backward = "batched" if fitting > 1 else "sequential"
         self.backward = backward
         self.knots_per_pass = fitting if backward == "batched" else 1
+
+    def _require_interpolating(self) -> None:
+        if self.plan.knot_sigmas is not None:
+            raise ValueError("upstream='interpolated' needs velocities at states of the rollout, not predicted knots")
+        sums = self.plan.weights.sum(-2)
+        if not torch.allclose(sums, torch.ones_like(sums)):
+            raise ValueError(
+                f"upstream='interpolated' needs a plan whose weights sum to 1 for every step, found {sums.min():g} to "
+                f"{sums.max():g} in plan {self.plan.name!r}"
+            )
 
     def _same_weights(self) -> bool | None:
         """Whether the weights are the rollout's, on every rank; None if the policy or the rollout cannot tell."""
@@ -260,10 +275,12 @@ class _Update:
 
         # phase 1: forwards, first those without a graph
         if self.upstream == "autograd":
-            for some in self._in_passes([j for j in unknown if j not in at_states]):
-                with torch.no_grad():
-                    sites = [self.trajectory.site(j) for j in some]
-                    self._learn(some, dict(zip(some, self._velocities(sites), strict=True)))
+            for some, found in self._without_graph([j for j in unknown if j not in at_states]):
+                self._learn(some, dict(zip(some, found, strict=True)))
+        if self.upstream == "interpolated":
+            others = sorted({self.plan.knots[i] for n in touched for i in self.components[n][0]} - set(knots))
+            for some, found in self._without_graph([k for k in others if k not in self.drifts]):
+                self._note_drift(some, found)
         velocities = []
         for positions in self._in_passes(bundle):
             sites = [self.trajectory.site(self.plan.knots[i], self.plan.knot_sigma(i)) for i in positions]
@@ -272,6 +289,9 @@ class _Update:
         # phase 2: upstream gradients
         if self.upstream == "autograd":
             self._learn([k for k in at_states if k in unknown], dict(zip(knots, velocities, strict=True)))
+        elif self.upstream == "interpolated":
+            self._note_drift(knots, velocities)
+            self._learn(unknown, {j: self._drifted(j) for j in unknown})
         else:
             self._check_on_policy(at_states, velocities)
             self._learn(unknown, None)
@@ -291,6 +311,25 @@ class _Update:
             for n in touched:
                 if self.components[n][0][-1] in bundle:
                     self._exact_rows(n)
+
+    def _without_graph(self, steps: Sequence[int]) -> Iterator[tuple[list[int], list[Tensor]]]:
+        """Velocities at states of the rollout, a pass at a time."""
+        for some in self._in_passes(steps):
+            with torch.no_grad():
+                found = self._velocities([self.trajectory.site(j) for j in some])
+            yield some, found
+
+    def _note_drift(self, steps: Sequence[int], velocities: Sequence[Tensor]) -> None:
+        for step, velocity in zip(steps, velocities, strict=True):
+            self.drifts[step] = velocity.detach().to(self.trajectory.latents.dtype) - self.trajectory.velocity(step)
+
+    def _drifted(self, step: int) -> Tensor:
+        """The rollout's velocity at ``step``, moved as its knots have moved since."""
+        velocity = self.trajectory.velocity(step)
+        for position in self.used[:, step].nonzero().flatten().tolist():
+            drift = self.drifts[self.plan.knots[position]]
+            velocity = velocity + expand(self.weights[..., position, step], drift) * drift
+        return velocity
 
     def _in_passes(self, steps: Sequence[int]) -> Iterator[list[int]]:
         for start in range(0, len(steps), self.knots_per_pass):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
@@ -140,24 +140,29 @@ class Trajectory:
         """
         if size < 1:
             raise ValueError(f"size must be at least 1, found {size}")
-        parts = []
-        for start in range(0, self.batch, size):
-            cut = slice(start, start + size)
-            per_row = self.sigmas.ndim == 2
-            parts.append(
-                replace(
-                    self,
-                    latents=self.latents[:, cut],
-                    next_latents=self.next_latents[:, cut],
-                    noise=self.noise[:, cut],
-                    log_probs=self.log_probs[:, cut],
-                    sigmas=self.sigmas[cut] if per_row else self.sigmas,
-                    next_sigmas=self.next_sigmas[cut] if per_row else self.next_sigmas,
-                    final=self.final[cut],
-                    rows=self.rows[cut],
-                )
-            )
-        return parts
+        return [self.cut(range(start, min(start + size, self.batch))) for start in range(0, self.batch, size)]
+
+    def cut(self, samples: range) -> Trajectory:
+        """Only some consecutive samples.
+
+        Raises:
+            ValueError: none of them, or not ``start..stop - 1`` within the batch.
+        """
+        if len(samples) == 0 or samples.step != 1 or samples[0] < 0 or samples[-1] >= self.batch:
+            raise ValueError(f"samples must be a range within 0..{self.batch - 1}, found {samples}")
+        cut = slice(samples.start, samples.stop)
+        per_row = self.sigmas.ndim == 2
+        return replace(
+            self,
+            latents=self.latents[:, cut],
+            next_latents=self.next_latents[:, cut],
+            noise=self.noise[:, cut],
+            log_probs=self.log_probs[:, cut],
+            sigmas=self.sigmas[cut] if per_row else self.sigmas,
+            next_sigmas=self.next_sigmas[cut] if per_row else self.next_sigmas,
+            final=self.final[cut],
+            rows=self.rows[cut],
+        )
 
     @property
     def fingerprint(self) -> str:
@@ -269,7 +274,7 @@ def rollout(
     *,
     sample_ids: Sequence[int] | None = None,
     timestep_mode: TimestepMode = "float",
-    progress: Callable[[int], None] | None = None,
+    window: range | None = None,
 ) -> Trajectory:
     """Sample ``B`` latents from noise. All steps but the last are SDE steps and are kept; the last is deterministic.
 
@@ -281,10 +286,12 @@ def rollout(
         seed: of the SDE noise. Every sample has its own stream, so that a batch may be split in any way.
         sample_ids: names of the samples for their streams, ``0..B-1`` by default.
         timestep_mode: what the network is told; see `network_sigma`.
-        progress: called with the number of finished steps.
+        window: the only SDE steps, and the only ones kept, as Flow-GRPO-Fast and MixGRPO have it; the others are
+            deterministic. A sample's noise at a step is the same with and without a window.
 
     Raises:
-        ValueError: a schedule that is no schedule, fewer than 2 steps, no samples, ids that do not match.
+        ValueError: a schedule that is no schedule, fewer than 2 steps, no samples, ids that do not match, or a window
+            that is empty or reaches the last step.
         FloatingPointError: the velocity is not finite at some step.
     """
     sigmas = check_sigmas(sigmas)
@@ -298,37 +305,39 @@ def rollout(
     ids = list(range(batch)) if sample_ids is None else list(sample_ids)
     if len(ids) != batch:
         raise ValueError(f"sample_ids must name {batch} samples, found {len(ids)}")
-    trained = len(sigmas) - 2
+    last = len(sigmas) - 2
+    kept = range(last) if window is None else window
+    if len(kept) == 0 or kept.step != 1 or kept[0] < 0 or kept[-1] >= last:
+        raise ValueError(f"window must be a range of steps within 0..{last - 1}, found {kept}")
     state = at_least_fp32(latents.detach()).clone()
     rows = torch.arange(batch, device=state.device)
     streams = [generator_for(seed, "sde", i) for i in ids]
-    states = state.new_empty((trained + 1, *state.shape))
-    noise = state.new_empty((trained, *state.shape))
-    log_probs = state.new_empty((trained, batch))
-    states[0] = state
-    for step in range(trained + 1):
+    states = state.new_empty((len(kept) + 1, *state.shape))
+    noise = state.new_empty((len(kept), *state.shape))
+    log_probs = state.new_empty((len(kept), batch))
+    for step in range(last + 1):
         sigma, next_sigma = sigmas[step], sigmas[step + 1]
         told = network_sigma(sigma, timestep_mode).to(device=state.device, dtype=state.dtype).expand(batch)
         velocity = _checked_velocity(policy, state, told, rows, step)
-        if step == trained:
+        if step <= kept[-1]:
+            drawn = torch.stack([torch.randn(state.shape[1:], generator=s, dtype=state.dtype) for s in streams])
+        if step not in kept:
             state = state + expand(next_sigma - sigma, state) * velocity
-            break
-        coefficients = transition.coefficients(sigma, next_sigma)
-        drawn = torch.stack([torch.randn(state.shape[1:], generator=s, dtype=state.dtype) for s in streams])
-        noise[step] = drawn.to(state.device)
-        mean = expand(coefficients.latent, state) * state + expand(coefficients.velocity, state) * velocity
-        state = mean + expand(coefficients.scale, state) * noise[step]
-        states[step + 1] = state
-        log_probs[step] = transition.log_prob(state, mean, coefficients.scale)
-        if progress is not None:
-            progress(step + 1)
+        else:
+            place = step - kept[0]
+            coefficients = transition.coefficients(sigma, next_sigma)
+            states[place], noise[place] = state, drawn.to(state.device)
+            mean = expand(coefficients.latent, state) * state + expand(coefficients.velocity, state) * velocity
+            state = mean + expand(coefficients.scale, state) * noise[place]
+            states[place + 1] = state
+            log_probs[place] = transition.log_prob(state, mean, coefficients.scale)
     return Trajectory(
         latents=states[:-1],
         next_latents=states[1:],
         noise=noise,
         log_probs=log_probs,
-        sigmas=sigmas[:trained],
-        next_sigmas=sigmas[1 : trained + 1],
+        sigmas=sigmas[list(kept)],
+        next_sigmas=sigmas[kept[0] + 1 : kept[-1] + 2],
         transition=transition,
         timestep_mode=timestep_mode,
         final=state,

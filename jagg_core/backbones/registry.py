@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import difflib
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import FunctionType
-from typing import cast, get_args, get_type_hints
+from typing import cast
 
 import torch
 
@@ -16,6 +16,7 @@ from jagg_core.backbones.pixel import DIGITS_FLUX, PHOTOS_FLUX, PHOTOS_QWEN, Pix
 from jagg_core.backbones.pretrained import MODELS, load_pretrained
 from jagg_core.backbones.protocol import Backbone
 from jagg_core.imports import import_object
+from jagg_core.options import read_values, require_options
 
 Loader = Callable[..., Backbone]
 """Loads a backbone in eval mode: ``(device, dtype, **options)``, the options keyword-only and with defaults."""
@@ -78,36 +79,7 @@ def read_options(name: str, texts: Sequence[str]) -> dict[str, object]:
     Raises:
         ValueError: unknown name or option, or a value that is not of the option's type.
     """
-    load = _loader(name)
-    pairs = [text.partition("=") for text in texts]
-    bad = [text for text, (_, equals, _) in zip(texts, pairs, strict=True) if not equals]
-    if bad:
-        raise ValueError(f"backbone options are written option=value, found {bad[0]!r}")
-    values = {option: value for option, _, value in pairs}
-    if len(values) < len(pairs):
-        raise ValueError(f"backbone options must be different, found {list(texts)}")
-    _require_options(name, load, values)
-    types = get_type_hints(load.func if isinstance(load, partial) else load)
-    return {option: _converted(option, value, types.get(option, str)) for option, value in values.items()}
-
-
-def _converted(option: str, text: str, wanted: object) -> object:
-    """``text`` as a number or a truth value where ``wanted`` is one, or one or None; else as it is."""
-    kinds = [kind for kind in get_args(wanted) or (wanted,) if kind in _READERS]
-    for kind in kinds:
-        try:
-            return _READERS[kind](text)
-        except (KeyError, ValueError):
-            raise ValueError(f"{option} must be of type {kind.__name__}, found {text!r}") from None
-    return text
-
-
-_READERS: dict[object, Callable[[str], object]] = {
-    int: int,
-    float: float,
-    bool: {"true": True, "false": False}.__getitem__,
-}
-"""How an option is read, by its type."""
+    return read_values("backbone", name, _loader(name), texts)
 
 
 def load_backbone(
@@ -126,7 +98,7 @@ def load_backbone(
             function whose result lacks a member of `Backbone`.
     """
     load = _loader(name)
-    _require_options(name, load, options)
+    require_options("backbone", name, load, options)
     if not dtype.is_floating_point:
         raise ValueError(f"dtype must be floating point, found {dtype}")
     try:
@@ -167,21 +139,6 @@ def _takes_device_and_dtype(function: Callable[..., object]) -> bool:
     return True
 
 
-def _require_options(name: str, load: Loader, options: Mapping[str, object]) -> None:
-    try:
-        parameters = inspect.signature(load).parameters.values()
-    except ValueError:
-        return
-    if any(p.kind is p.VAR_KEYWORD for p in parameters):
-        return
-    allowed = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
-    for option in options:
-        if option not in allowed:
-            near = difflib.get_close_matches(option, allowed, n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
-            raise ValueError(f"backbone {name!r} has the options {allowed}, found {option!r}{hint}")
-
-
 def _require_members(name: str, backbone: object) -> None:
     members = {key: value for key, value in vars(Backbone).items() if not key.startswith("_")}
     missing = [key for key in members if not hasattr(backbone, key)]
@@ -201,7 +158,7 @@ def _register_pixel(spec: PixelSpec, parameters: int, description: str) -> None:
         BackboneEntry(
             spec.name,
             description,
-            lambda device, dtype: build_pixel_backbone(spec, device, dtype),
+            partial(build_pixel_backbone, spec),
             parameters=parameters,
             licence="Apache-2.0",
         )

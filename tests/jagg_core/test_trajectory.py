@@ -144,10 +144,32 @@ def test_half_precision_latents_are_raised(dtype: torch.dtype) -> None:
     assert not torch.equal(trajectory.next_latents, trajectory.next_latents.to(dtype).float())
 
 
-def test_progress_counts_the_trained_steps() -> None:
-    seen: list[int] = []
-    rollout(MlpField(), SIGMAS, DanceSDE(0.7), start(), seed=3, progress=seen.append)
-    assert seen == [1, 2, 3, 4, 5, 6]
+def test_a_window_keeps_its_steps_and_the_others_add_no_noise() -> None:
+    policy = MlpField()
+    found = rollout(policy, SIGMAS, DanceSDE(0.7), start(), seed=3, window=range(2, 4))
+    whole = rollout(policy, SIGMAS, DanceSDE(0.7), start(), seed=3)
+    assert (found.steps, found.sigmas.tolist(), found.next_sigmas.tolist()) == (
+        2,
+        SIGMAS[2:4].tolist(),
+        SIGMAS[3:5].tolist(),
+    )
+    assert torch.equal(found.noise, whole.noise[2:4])
+    state = start()
+    for step in range(7):
+        if step == 2:
+            assert torch.equal(found.latents[0], state)
+            state = found.next_latents[1]
+        if step in (2, 3):
+            continue
+        told = SIGMAS[step].expand(4)
+        state = state + (SIGMAS[step + 1] - SIGMAS[step]) * policy.velocity(state, told, torch.arange(4)).detach()
+    torch.testing.assert_close(found.final, state, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("window", [range(0), range(5, 7), range(-1, 2), range(0, 4, 2)], ids=str)
+def test_a_window_lies_within_the_steps_that_can_be_trained(window: range) -> None:
+    with pytest.raises(ValueError, match=r"window must be a range of steps within 0\.\.5"):
+        rollout(MlpField(), SIGMAS, DanceSDE(0.7), start(), seed=3, window=window)
 
 
 def test_one_call_per_step_without_a_graph() -> None:

@@ -20,6 +20,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from jagg_core.backbones.lora import add_lora, check_lora
 from jagg_core.backbones.repairs import ExactTimestep
 from jagg_core.policy import guided
 
@@ -81,6 +82,8 @@ class PixelModule(nn.Module, ABC):
     transformer: Any  # a diffusers model, which carries no types
     block_lists: ClassVar[tuple[str, ...]]
     """Attributes of the transformer that hold its blocks."""
+    lora_targets: ClassVar[tuple[str, ...]]
+    """Names of the linear layers that LoRA adapts, as peft matches them."""
 
     def __init__(self, transformer: nn.Module, timestep_factor: float, prompts: int, width: int) -> None:
         super().__init__()
@@ -203,12 +206,28 @@ def weights_path(name: str) -> Path:
     return Path(str(files("jagg_core.backbones").joinpath("weights", f"{name}.safetensors")))
 
 
-def build_pixel_backbone(spec: PixelSpec, device: torch.device | str, dtype: torch.dtype) -> PixelBackbone:
+def build_pixel_backbone(
+    spec: PixelSpec,
+    device: torch.device | str,
+    dtype: torch.dtype,
+    *,
+    lora_rank: int = 0,
+    lora_alpha: int | None = None,
+) -> PixelBackbone:
     """The trained backbone with its shipped weights, in eval mode.
+
+    Args:
+        spec: which.
+        device: of the weights.
+        dtype: of the weights.
+        lora_rank: above 0, train a LoRA of this rank instead of the weights. Needs peft.
+        lora_alpha: its scale; default: twice the rank.
 
     Raises:
         FileNotFoundError: the weights are missing; says how to rebuild them.
+        ValueError: a LoRA that cannot be.
     """
+    check_lora(lora_rank, lora_alpha)
     path = weights_path(spec.name)
     if not path.exists():
         raise FileNotFoundError(f"{path} is missing; rebuild it with: python -m jagg_core backbones train {spec.name}")
@@ -219,7 +238,10 @@ def build_pixel_backbone(spec: PixelSpec, device: torch.device | str, dtype: tor
     with torch.random.fork_rng(devices=[]):  # the weights it starts with are drawn
         module = spec.build()
     module.load_state_dict({key: value.float() for key, value in load_file(path).items()})
-    return PixelBackbone(spec, module.to(device=device, dtype=dtype).eval())
+    module = module.to(device=device, dtype=dtype).eval()
+    if lora_rank > 0:
+        add_lora(module.transformer, module.lora_targets, lora_rank, lora_alpha)
+    return PixelBackbone(spec, module)
 
 
 def spec_json(spec: PixelSpec) -> str:

@@ -26,6 +26,7 @@ class PixelFlux(PixelModule):
     """diffusers' ``FluxTransformer2DModel`` on patches of pixels."""
 
     block_lists = ("transformer_blocks", "single_transformer_blocks")
+    lora_targets = ("to_q", "to_k", "to_v", "to_out.0")
 
     def __init__(self, spec: FluxSpec) -> None:
         from diffusers import FluxTransformer2DModel

@@ -27,6 +27,7 @@ class PixelQwenImage(PixelModule):
     """diffusers' ``QwenImageTransformer2DModel`` on patches of pixels."""
 
     block_lists = ("transformer_blocks",)
+    lora_targets = ("to_q", "to_k", "to_v", "to_out.0")
 
     def __init__(self, spec: QwenImageSpec) -> None:
         from diffusers import QwenImageTransformer2DModel

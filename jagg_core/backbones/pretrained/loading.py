@@ -10,7 +10,7 @@ from torch import nn
 
 from jagg_core.backbones.pretrained.base import Calls, Configs, PretrainedBackbone, PublishedModel
 from jagg_core.backbones.pretrained.folder import ModelFolder, find_folder
-from jagg_core.backbones.pretrained.lora import add_lora
+from jagg_core.backbones.lora import add_lora, check_lora
 from jagg_core.backbones.pretrained.prompts import PROMPTS, read_prompts
 
 
@@ -92,11 +92,9 @@ def load_pretrained(
     """
     if calls not in get_args(Calls):
         raise ValueError(f"calls must be one of {list(get_args(Calls))}, found {calls!r}")
-    for name, value, low in (("text_tokens", text_tokens, 1), ("lora_rank", lora_rank, 0)):
-        if value is not None and value < low:
-            raise ValueError(f"{name} must be at least {low}, found {value}")
-    if lora_alpha is not None and not (lora_rank > 0 and lora_alpha > 0):
-        raise ValueError(f"lora_alpha must be positive, beside a lora_rank, found {lora_alpha} at rank {lora_rank}")
+    if text_tokens is not None and text_tokens < 1:
+        raise ValueError(f"text_tokens must be at least 1, found {text_tokens}")
+    check_lora(lora_rank, lora_alpha)
     most = model.family.most_text_tokens
     if text_tokens is not None and most is not None and text_tokens > most:
         raise ValueError(f"text_tokens must be at most {most} for {model.name}, found {text_tokens}")

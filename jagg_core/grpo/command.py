@@ -1,0 +1,101 @@
+"""``python -m jagg_core train``: see ``--help``."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from jagg_core.distributed import join, rank
+from jagg_core.grpo.config import GRPOConfig
+from jagg_core.grpo.presets import PRESETS, preset
+from jagg_core.grpo.run import train
+from jagg_core.grpo.trainer import Metrics, TrainingStopped
+
+EXAMPLE = (
+    "example: python -m jagg_core train --preset dancegrpo --model.backbone digits-flux --reward.name classifier "
+    "--plan.estimator causal --plan.knots '[0, 8, 13, 16, 18]' --run.updates 50 --out runs/digits"
+)
+
+
+def parser(overrides: dict[str, dict[str, Any]]) -> Any:
+    """The command line: a flag for every setting, with the defaults of a preset."""
+    try:
+        from jsonargparse import ArgumentParser
+    except ImportError as error:
+        raise ValueError("training needs jsonargparse: pip install 'jagg-core[grpo]'") from error
+    top = ArgumentParser(
+        prog="python -m jagg_core train",
+        description="GRPO with any plan. Flags go before --config, --config before --preset.",
+        epilog=EXAMPLE,
+    )
+    top.add_argument("--preset", choices=sorted(PRESETS), help="defaults of a public trainer")
+    top.add_argument("--config", action="config", help="YAML or JSON with any of the settings below")
+    top.add_argument("--out", type=Path, required=True, help="run folder")
+    top.add_argument("--resume", action="store_true", help="go on after the newest checkpoint in the run folder")
+    top.add_argument("--warm-start", type=Path, help="checkpoint whose weights alone are taken over")
+    top.add_class_arguments(GRPOConfig)
+    top.set_defaults({f"{section}.{name}": v for section, values in overrides.items() for name, v in values.items()})
+    return top
+
+
+def configure(argv: Sequence[str]) -> tuple[Any, GRPOConfig]:
+    """Arguments and configuration. A preset's values depend on the backbone, which flags or a file name.
+
+    Raises:
+        ValueError: settings that do not fit each other.
+    """
+    first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    first.add_argument("--preset")
+    chosen = first.parse_known_args(argv)[0].preset
+    overrides: dict[str, dict[str, Any]] = {}
+    if chosen in PRESETS:
+        backbone = parser({}).parse_args(argv).model.backbone
+        overrides = preset(chosen, backbone)
+    top = parser(overrides)
+    arguments = top.parse_args(argv)
+    made = top.instantiate(arguments)
+    return arguments, GRPOConfig(**{name: made[name] for name in GRPOConfig.__dataclass_fields__})
+
+
+def main(argv: Sequence[str]) -> None:
+    """Train. Exits with 2 for settings that cannot be used, with 1 for a run that stopped."""
+    from tqdm import tqdm
+
+    try:
+        arguments, config = configure(argv)
+        join(config.model.device, config.run.timeout)
+        with tqdm(total=config.run.updates, desc="train", unit="update", disable=rank() > 0) as bar:
+
+            def progress(metrics: Metrics) -> None:
+                bar.n = metrics.update
+                bar.set_postfix_str(_told(metrics))
+
+            trainer = train(
+                config, arguments.out, resume=arguments.resume, warm_start=arguments.warm_start, progress=progress
+            )
+    except TrainingStopped as error:
+        sys.exit(f"python -m jagg_core train: stopped: {error}")
+    except (ValueError, OSError, FloatingPointError, torch.cuda.OutOfMemoryError) as error:
+        print(f"python -m jagg_core train: error: {error}", file=sys.stderr)
+        sys.exit(2)
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+    if rank() == 0:
+        print(f"{trainer.update} updates, {trainer.skipped} skipped; wrote {arguments.out}")
+
+
+def _told(metrics: Metrics) -> str:
+    if metrics.skipped:
+        return f"skipped: {metrics.skipped}"
+    seconds = " ".join(f"{stage} {value:.2f}" for stage, value in metrics.seconds.items())
+    return (
+        f"reward {metrics.reward_mean:.4f} |log ratio| {metrics.log_ratio_max:.1e} clipped {metrics.clipped_share:.0%} "
+        f"norm {metrics.grad_norm:.2g} s: {seconds}"
+    )

@@ -1,0 +1,95 @@
+"""What a run tells while it goes: a CSV always, event files and Weights & Biases if asked for."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from jagg_core.grpo.config import RunSettings
+from jagg_core.records import write_atomically
+
+
+class Log:
+    """Rows of numbers by update.
+
+    The CSV has a column for every figure of the first row. On resume, rows after the checkpoint are dropped.
+
+    Raises:
+        ValueError: a logger that was asked for is not installed.
+    """
+
+    def __init__(self, folder: Path, settings: RunSettings, name: str, done: int) -> None:
+        self.path = folder / f"{name}.csv"
+        self._rows = [row for row in read_rows(self.path) if int(row["update"]) <= done]
+        self._write()
+        self._loggers: list[Any] = []
+        if settings.tensorboard:
+            self._loggers.append(_Events(folder / "events", done))
+        if settings.wandb:
+            self._loggers.append(_Wandb(settings.wandb, folder))
+
+    def add(self, row: Mapping[str, float | int | None]) -> None:
+        """Add a row; it has an ``update``."""
+        self._rows.append({key: "" if value is None else repr(value) for key, value in row.items()})
+        if len(self._rows) == 1 or list(self._rows[0]) != list(row):
+            self._write()
+        else:
+            with self.path.open("a", newline="") as file:
+                csv.writer(file).writerow(self._rows[-1].values())
+        for logger in self._loggers:
+            logger.add({key: value for key, value in row.items() if value is not None})
+
+    def _write(self) -> None:
+        columns = list(dict.fromkeys(key for row in self._rows for key in row))
+        lines = [columns, *([row.get(key, "") for key in columns] for row in self._rows)] if columns else []
+        text = "".join(",".join(line) + "\n" for line in lines)
+        write_atomically(self.path, text.encode())
+
+    def close(self) -> None:
+        """End what was begun."""
+        for logger in self._loggers:
+            logger.close()
+
+
+def read_rows(path: Path) -> list[dict[str, str]]:
+    """Rows of a log; a last line that was cut off by a kill is left out."""
+    if not path.exists():
+        return []
+    with path.open(newline="") as file:
+        rows = list(csv.DictReader(line for line in file if line.endswith("\n")))
+    return [row for row in rows if None not in row.values()]
+
+
+class _Events:
+    def __init__(self, folder: Path, done: int) -> None:
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError as error:
+            raise ValueError("tensorboard is not installed: pip install 'jagg-core[log]'") from error
+        self.writer = SummaryWriter(str(folder), purge_step=done + 1)
+
+    def add(self, row: Mapping[str, float]) -> None:
+        for key, value in row.items():
+            if key != "update":
+                self.writer.add_scalar(key, value, int(row["update"]))
+        self.writer.flush()
+
+    def close(self) -> None:
+        self.writer.close()
+
+
+class _Wandb:
+    def __init__(self, project: str, folder: Path) -> None:
+        try:
+            import wandb
+        except ImportError as error:
+            raise ValueError("wandb is not installed: pip install wandb") from error
+        self.run = wandb.init(project=project, dir=str(folder), id=folder.name, resume="allow")
+
+    def add(self, row: Mapping[str, float]) -> None:
+        self.run.log({k: v for k, v in row.items() if k != "update"}, step=int(row["update"]))
+
+    def close(self) -> None:
+        self.run.finish()

@@ -1,0 +1,295 @@
+"""GRPO with any plan: roll out, score, update."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.benchmark.utils.timer import timer
+
+from jagg_core.backbones import schedule_of
+from jagg_core.distributed import gathered, on_any_rank, rank, ranks
+from jagg_core.engine import Report, accumulate_gradients
+from jagg_core.grpo.config import TRANSITIONS, GRPOConfig
+from jagg_core.grpo.learner import Learner
+from jagg_core.grpo.plans import make_plan
+from jagg_core.grpo.sampling import Samples, prompts_of, random_steps, samples_of, window_of
+from jagg_core.objective import group_advantages, groups_without_signal
+from jagg_core.policy import VelocityPolicy
+from jagg_core.rewards import Reward, load_reward, score
+from jagg_core.rewards.base import RewardNotFinite
+from jagg_core.seeding import derive_seed, initial_latents
+from jagg_core.trajectory import Trajectory, rollout, sample_ode
+
+STAGES = ("rollout", "reward", "forward", "upstream", "backward", "optimizer")
+"""What the seconds of an update are counted for; a forward and a backward include their communication."""
+
+
+class TrainingStopped(RuntimeError):
+    """Too many updates in a row had values that are not finite."""
+
+
+@dataclass
+class Collected:
+    """A micro-batch: its samples, the policy that drew them, and what it drew."""
+
+    samples: Samples
+    policy: VelocityPolicy
+    trajectory: Trajectory
+    rewards: Tensor
+
+
+@dataclass
+class Metrics:
+    """Figures of an update, over all ranks where not said otherwise.
+
+    Attributes:
+        update: its number, from 1.
+        reward_mean: over the samples.
+        reward_std: over the samples.
+        groups_without_signal: prompts whose samples all have advantage zero.
+        loss: of the last optimizer step, this rank.
+        log_ratio_max: largest magnitude over optimizer steps, this rank.
+        clipped_share: mean over them, this rank.
+        grad_norm: before clipping, of the last optimizer step; None if it was skipped.
+        learning_rate: of the last optimizer step.
+        passes: differentiated passes of the update, in batches of a micro-batch.
+        forwards: forwards of the update.
+        skipped: why the update was skipped; empty if it was not.
+        seconds: by stage, this rank.
+    """
+
+    update: int
+    reward_mean: float | None = None
+    reward_std: float | None = None
+    groups_without_signal: int = 0
+    loss: float | None = None
+    log_ratio_max: float | None = None
+    clipped_share: float | None = None
+    grad_norm: float | None = None
+    learning_rate: float = 0.0
+    passes: int = 0
+    forwards: int = 0
+    skipped: str = ""
+    seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(STAGES, 0.0))
+
+    def row(self) -> dict[str, float | int | None]:
+        """As numbers by name, for a log."""
+        values = {k: v for k, v in vars(self).items() if k not in ("seconds", "skipped")}
+        return values | {"skipped": int(bool(self.skipped))} | {f"{k}_s": v for k, v in self.seconds.items()}
+
+
+class GRPOTrainer:
+    """Trains a backbone by GRPO. `step` makes one update; nothing else changes the weights.
+
+    All that is drawn follows from the seed and the number of the update, so a run that resumes draws what it would
+    have drawn. On several ranks every one makes a trainer, after the process group.
+
+    Raises:
+        ValueError: settings that do not fit the ranks, the backbone or each other.
+    """
+
+    def __init__(self, config: GRPOConfig) -> None:
+        config.check_ranks(ranks())
+        self.config = config
+        self.learner = Learner(config)
+        backbone = self.learner.backbone
+        self.reward = self._load_reward(config.reward.name)
+        self.sigmas = schedule_of(backbone, config.rollout.schedule, config.rollout.steps, config.rollout.shift)
+        self.transition = TRANSITIONS[config.rollout.transition](config.rollout.eta)
+        self.objective = config.objective.build()
+        self.update = 0
+        self.skipped_in_a_row = self.skipped = 0
+
+    def _load_reward(self, name: str) -> Reward:
+        backbone = self.learner.backbone
+        return load_reward(name, dataset=backbone.dataset, device=self.config.model.device)
+
+    def step(self) -> Metrics:
+        """Roll out, score, and step the weights.
+
+        An update with a reward, loss or gradient that is not finite is skipped and counted.
+
+        Raises:
+            TrainingStopped: too many updates in a row were skipped.
+        """
+        metrics = Metrics(self.update + 1, learning_rate=self.learner.learning_rate())
+        try:
+            batches, reason = self._collect(metrics), ""
+        except (RewardNotFinite, FloatingPointError) as error:
+            batches, reason = [], str(error)
+        if on_any_rank(bool(reason), self.learner.backbone.device):
+            self._skip(metrics, reason or "another rank met a value that is not finite")
+        else:
+            self._learn(batches, metrics)
+        self.update += 1
+        return metrics
+
+    def _collect(self, metrics: Metrics) -> list[Collected]:
+        """This rank's samples of the update, in micro-batches, with their rewards."""
+        given, seed = self.config.rollout, self.config.run.seed
+        prompts = prompts_of(self.learner.backbone.prompts, given.prompts, seed, self.update)
+        window = window_of(given, seed, self.update)
+        own = derive_seed(seed, "update", self.update)
+        found = []
+        for samples in samples_of(prompts, given.samples, rank(), ranks()).split(given.micro_batch):
+            with _timed(metrics, "rollout"):
+                policy = self.learner.policy(samples.prompts)
+                trajectory = rollout(
+                    policy,
+                    self.sigmas,
+                    self.transition,
+                    self._latents(own, samples.groups if given.same_noise else samples.ids),
+                    own,
+                    sample_ids=samples.ids,
+                    timestep_mode=given.timestep_mode,
+                    window=window,
+                )
+            with _timed(metrics, "reward"):
+                images = self.learner.backbone.decode(trajectory.final)
+                rewards = score(self.reward, images, samples.prompts)
+            steps = random_steps(given, own, samples.ids)
+            kept = trajectory if steps is None else trajectory.select(steps)
+            found.append(Collected(samples, policy, kept, rewards))
+        return found
+
+    def _latents(self, seed: int, ids: tuple[int, ...]) -> Tensor:
+        backbone = self.learner.backbone
+        drawn = initial_latents(backbone.latent_shape, seed, ids)
+        # all but the network runs in the dtype of the latents, at least fp32
+        wanted = torch.promote_types(torch.float32, getattr(torch, self.config.model.dtype))
+        return drawn.to(backbone.device, wanted)
+
+    def _advantages(self, batches: list[Collected], metrics: Metrics) -> list[Tensor]:
+        """Advantages of this rank's micro-batches, with statistics over the samples of all ranks."""
+        given = self.config.advantage
+        rewards = gathered(torch.cat([batch.rewards for batch in batches]))
+        groups = gathered(torch.tensor([g for batch in batches for g in batch.samples.groups], device=rewards.device))
+        every = group_advantages(rewards, groups, centre=given.centre, scale=given.scale, std=given.std, eps=given.eps)
+        metrics.reward_mean, metrics.reward_std = float(rewards.mean()), float(rewards.std(correction=0))
+        metrics.groups_without_signal = groups_without_signal(every, groups)
+        share = len(every) // ranks()
+        own = every[rank() * share : (rank() + 1) * share]
+        return list(own.split([len(batch.samples) for batch in batches]))
+
+    def _learn(self, batches: list[Collected], metrics: Metrics) -> None:
+        given = self.config.optimizer
+        advantages = self._advantages(batches, metrics)
+        share = sum(len(batch.samples) for batch in batches) // given.steps_per_rollout
+        reports = []
+        for _ in range(given.epochs):
+            for start in range(0, share * given.steps_per_rollout, share):
+                found = self._optimizer_step(batches, advantages, range(start, start + share), metrics)
+                if isinstance(found, str):
+                    self._skip(metrics, found)
+                    return
+                reports += found
+        self.skipped_in_a_row = 0
+        metrics.log_ratio_max = max(report.log_ratio_max for report in reports)
+        metrics.clipped_share = sum(report.clipped_share for report in reports) / len(reports)
+        metrics.passes = sum(report.passes for report in reports)
+        metrics.forwards = sum(report.forwards for report in reports)
+
+    def _optimizer_step(
+        self, batches: list[Collected], advantages: list[Tensor], part: range, metrics: Metrics
+    ) -> list[Report] | str:
+        """One optimizer step on the samples at the places ``part``; why it was skipped, if it was."""
+        reports, place, reason = [], 0, ""
+        for batch, values in zip(batches, advantages, strict=True):
+            inside = range(max(part.start - place, 0), min(part.stop - place, len(values)))
+            place += len(values)
+            if not inside:
+                continue
+            try:
+                reports.append(self._accumulate(batch, values, inside, len(part)))
+            except FloatingPointError as error:
+                reason = str(error)
+                break
+        for report in reports:
+            for stage, seconds in report.seconds.items():
+                metrics.seconds[stage] += seconds
+        with _timed(metrics, "optimizer"):
+            metrics.learning_rate = self.learner.learning_rate()
+            if on_any_rank(bool(reason), self.learner.backbone.device):
+                self.learner.masters.clear_gradients()
+                return reason or "another rank met a value that is not finite"
+            metrics.grad_norm = self.learner.step()
+        metrics.loss = sum(report.loss for report in reports)
+        return reports if metrics.grad_norm is not None else "the gradient is not finite"
+
+    def _accumulate(self, batch: Collected, advantages: Tensor, inside: range, samples: int) -> Report:
+        """Add the gradient of some samples of a micro-batch; the loss is the mean over ``samples`` and their steps."""
+        trajectory, given = batch.trajectory, self.config.plan
+        if len(inside) < trajectory.batch:
+            trajectory = trajectory.cut(inside)
+        reference = self.learner.reference(batch.samples.prompts) if self.objective.kl_beta > 0 else None
+        return accumulate_gradients(
+            batch.policy,
+            trajectory,
+            advantages[inside.start : inside.stop],
+            make_plan(given, trajectory, derive_seed(self.config.run.seed, "plan", self.update)),
+            self.objective,
+            given.upstream,
+            given.backward,
+            reference=reference,
+            scale=1 / (samples * trajectory.steps),
+            partly_clipped=given.partly_clipped,
+            clock=timer,
+        )
+
+    def _skip(self, metrics: Metrics, reason: str) -> None:
+        metrics.skipped = reason
+        self.skipped += 1
+        self.skipped_in_a_row += 1
+        if self.skipped_in_a_row >= self.config.run.max_skipped:
+            raise TrainingStopped(
+                f"{self.skipped_in_a_row} updates in a row were skipped (setting max_skipped), the last one, "
+                f"{metrics.update}, because: {reason}"
+            )
+
+    @torch.no_grad()
+    def evaluate(self) -> dict[str, float]:
+        """Mean rewards of samples from held-out noise, drawn without SDE noise, by the averaged weights if there are.
+
+        The prompts and noise are the same at every call.
+        """
+        given, backbone = self.config.run, self.learner.backbone
+        seed = derive_seed(given.seed, "evaluation")
+        prompts = [backbone.prompts[i % len(backbone.prompts)] for i in range(given.eval_prompts)]
+        rewards = {self.config.reward.name: self.reward} | {n: self._load_reward(n) for n in given.eval_rewards}
+        own = samples_of(prompts, given.eval_samples, rank(), ranks())
+        values: dict[str, list[Tensor]] = {name: [] for name in rewards}
+        with self.learner.averaged():
+            for samples in own.split(self.config.rollout.micro_batch):
+                policy = self.learner.policy(samples.prompts)
+                latents = self._latents(seed, samples.ids)
+                final = sample_ode(policy, self.sigmas, latents, timestep_mode=self.config.rollout.timestep_mode)
+                images = backbone.decode(final)
+                for name, reward in rewards.items():
+                    values[name].append(score(reward, images, samples.prompts))
+        return {name: float(gathered(torch.cat(found)).mean()) for name, found in values.items()}
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint holds besides tensors."""
+        return {"optimizer_steps": self.learner.steps, "skipped": self.skipped, "in_a_row": self.skipped_in_a_row}
+
+    def restore(self, update: int, state: dict[str, Any]) -> None:
+        """Go on after ``update``, once the learner's tensors were read."""
+        self.update = update
+        self.skipped, self.skipped_in_a_row = int(state["skipped"]), int(state["in_a_row"])
+        self.learner.restored(int(state["optimizer_steps"]))
+
+
+class _timed:
+    """Adds the seconds of a block to a stage."""
+
+    def __init__(self, metrics: Metrics, stage: str) -> None:
+        self.metrics, self.stage = metrics, stage
+
+    def __enter__(self) -> None:
+        self.start = timer()
+
+    def __exit__(self, *error: object) -> None:
+        self.metrics.seconds[self.stage] += timer() - self.start

@@ -1,0 +1,117 @@
+"""The configuration: one tree, from YAML, presets and flags; what it refuses before anything is loaded."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jagg_core.backbones import list_backbones
+from jagg_core.grpo import PRESETS, GRPOConfig, preset
+from jagg_core.grpo.command import configure
+from jagg_core.records import plain
+from tests.grpo.runs import changed
+
+OUT = ["--out", "runs/x"]
+
+
+def read(*argv: str) -> GRPOConfig:
+    return configure([*OUT, *argv])[1]
+
+
+def test_flags_go_before_a_file_and_a_file_before_a_preset(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text("rollout:\n  steps: 9\n  eta: 0.5\noptimizer:\n  learning_rate: 1e-3\n")
+    found = read("--preset", "dancegrpo", "--config", str(path), "--rollout.eta", "0.4")
+    assert (found.rollout.eta, found.rollout.steps, found.rollout.fraction) == (0.4, 9, 0.6)
+    assert found.optimizer.learning_rate == 1e-3
+
+
+def test_a_stored_configuration_is_read_back(tmp_path: Path) -> None:
+    config = changed(rollout={"trained": "window", "window_range": (0, 3)}, plan={"knots": (0, 1)})
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(plain(asdict(config))))
+    assert read("--config", str(path)) == config
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--rollout.stepz", "3"], "rollout.stepz"),
+        (["--rollout.steps", "many"], "rollout.steps"),
+        (["--plan.estimator", "magic"], "plan.estimator"),
+        (["--preset", "magic"], "magic"),
+    ],
+    ids=["unknown", "type", "choice", "preset"],
+)
+def test_a_flag_that_cannot_be_read_is_named(argv: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        read(*argv)
+    assert message in capsys.readouterr().err
+
+
+def test_an_unknown_key_of_a_file_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text("rollout:\n  stepz: 9\n")
+    with pytest.raises(SystemExit):
+        read("--config", str(path))
+    assert "stepz" in capsys.readouterr().err
+
+
+REFUSED: list[tuple[dict[str, dict[str, Any]], str]] = [
+    ({"model": {"dtype": "int8"}}, "dtype must be one of"),
+    ({"model": {"ema_decay": 1.0}}, "ema_decay must be at least 0 and below 1, found 1.0"),
+    ({"model": {"backbone": "digits"}}, "did you mean"),
+    ({"rollout": {"samples": 1}}, "samples must be at least 2"),
+    ({"rollout": {"eta": 0.0}}, "eta of DanceSDE must be positive"),
+    ({"rollout": {"fraction": 1.5}}, "fraction must be above 0 and at most 1, found 1.5"),
+    ({"rollout": {"trained": "window", "window_range": (0, 4)}}, r"window_range must lie in 0..3 .*\[0, 4\]"),
+    ({"rollout": {"timestep_mode": "floor"}}, "timestep_mode must be one of"),
+    ({"plan": {"estimator": "jagg", "window": 9, "knots": ()}}, "window must be between 1 and the 4 trained steps"),
+    ({"plan": {"estimator": "subsample", "passes": 5, "knots": ()}}, "passes must be at most the 4 trained steps"),
+    ({"plan": {"knots": (0, 4)}}, r"knots must be below the 4 trained steps, found \[0, 4\]"),
+    ({"plan": {"knots": ()}}, "estimator causal needs either knots or a calibration"),
+    ({"plan": {"estimator": "jagg", "jagg_frac": "calibrated", "knots": ()}}, "needs a calibration file, found none"),
+    ({"plan": {"estimator": "spline", "predict": True}}, "predict is for the estimator causal, found spline"),
+    ({"objective": {"clip_range": 0.0}}, "clip_range must be positive, found 0.0"),
+    ({"optimizer": {"learning_rate": 0.0}}, "learning_rate must be positive and finite, found 0.0"),
+    ({"optimizer": {"beta2": 1.0}}, "beta2 must be at least 0 and below 1, found 1.0"),
+    ({"run": {"updates": 0}}, "updates must be at least 1, found 0"),
+]
+
+
+@pytest.mark.parametrize(("sections", "message"), REFUSED, ids=[message[:40] for _, message in REFUSED])
+def test_settings_that_cannot_be_are_refused(sections: dict[str, dict[str, Any]], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        changed(**sections)
+
+
+def test_samples_and_shards_must_divide_evenly() -> None:
+    with pytest.raises(ValueError, match="multiple of ranks \\* steps_per_rollout = 6, found 8"):
+        changed(optimizer={"steps_per_rollout": 2}).check_ranks(3)
+    with pytest.raises(ValueError, match="shards must divide the 4 ranks, found 3"):
+        changed(parallel={"shards": 3}).check_ranks(4)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("backbone", [entry.name for entry in list_backbones()])
+def test_every_preset_fits_every_backbone(name: str, backbone: str) -> None:
+    sections = preset(name, backbone)
+    assert changed(GRPOConfig(), **{**sections, "model": {"backbone": backbone, **sections.get("model", {})}})
+
+
+def test_presets_are_the_published_recipes() -> None:
+    dance = read("--preset", "dancegrpo", "--model.backbone", "flux-dev")
+    assert (dance.rollout.steps, dance.rollout.eta, dance.rollout.samples) == (16, 0.3, 12)
+    assert (dance.rollout.trained, dance.rollout.trained_steps, dance.rollout.same_noise) == ("random", 9, True)
+    assert (dance.objective.clip_range, dance.optimizer.learning_rate) == (1e-4, 1e-5)
+    assert read("--preset", "dancegrpo", "--model.backbone", "qwen-image").rollout.steps == 20
+    flow = read("--preset", "flow-grpo", "--model.backbone", "sd3.5-medium")
+    assert (flow.rollout.steps, flow.rollout.eta, flow.model.guidance, flow.objective.kl_beta) == (10, 0.7, 4.5, 0.04)
+    fast = read("--preset", "flow-grpo-fast", "--model.backbone", "flux-dev")
+    assert (fast.rollout.transition, fast.rollout.trained_steps, fast.objective.clip_range) == ("cps", 3, 1e-5)
+    mix = read("--preset", "mixgrpo", "--model.backbone", "flux-dev")
+    assert (mix.rollout.steps, mix.rollout.window_size, mix.rollout.window_interval) == (25, 4, 25)

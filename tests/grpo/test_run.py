@@ -1,0 +1,189 @@
+"""Runs in a folder: killed, resumed, damaged, begun from other weights; and what they log."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import shutil
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+
+from jagg_core.grpo import GRPOTrainer, TrainingStopped, checkpoint, train
+from jagg_core.grpo.checkpoint import DamagedCheckpoint
+from jagg_core.grpo.log import Log, read_rows
+from jagg_core.grpo.run import read, write
+from tests.grpo.runs import SMALL, changed, differing, tensors, train_until_killed, weights
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, torch.Tensor]]:
+    """Six updates without a break: the folder, and all that the last checkpoint holds."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    folder = tmp_path_factory.mktemp("whole") / "run"
+    trainer = train(changed(run={"eval_every": 4, "eval_prompts": 2, "eval_samples": 1}), folder)
+    torch.set_num_threads(threads)
+    return folder, tensors(trainer)
+
+
+def copied(whole: tuple[Path, dict[str, torch.Tensor]], to: Path) -> Path:
+    shutil.copytree(whole[0], to / "run")
+    return to / "run"
+
+
+def newest(folder: Path) -> Path:
+    return checkpoint.checkpoints(folder / "checkpoints")[-1]
+
+
+def test_killed_and_resumed_equals_without_a_break(whole: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    child = multiprocessing.get_context("spawn").Process(target=train_until_killed, args=(0, str(folder), 5))
+    child.start()
+    child.join(timeout=200)
+    assert child.exitcode == -signal.SIGKILL
+    assert [path.name for path in checkpoint.checkpoints(folder / "checkpoints")] == ["update-00000003"]
+    assert len(read_rows(folder / "metrics.csv")) in (4, 5)  # the kill comes after the row of update 5 was handed over
+    resumed = train(SMALL, folder, resume=True)
+    assert differing(tensors(resumed), whole[1]) == []
+    kept = [[row[key] for key in row if not key.endswith("_s")] for row in read_rows(folder / "metrics.csv")]
+    ours = [[row[key] for key in row if not key.endswith("_s")] for row in read_rows(whole[0] / "metrics.csv")]
+    assert kept == ours
+    assert [row[0] for row in kept] == ["1", "2", "3", "4", "5", "6"]
+
+
+def test_a_truncated_checkpoint_is_told_and_the_one_before_it_used(
+    whole: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path
+) -> None:
+    folder = copied(whole, tmp_path)
+    [shard] = newest(folder).glob("*.safetensors")
+    shard.write_bytes(shard.read_bytes()[:-7])
+    with pytest.warns(DamagedCheckpoint, match=rf"update-00000006: {shard.name} has \d+ bytes instead of \d+"):
+        found = checkpoint.newest(folder / "checkpoints")
+    assert found is not None
+    assert found.name == "update-00000003"
+    (found / checkpoint.STATE).write_text("{")
+    with pytest.warns(DamagedCheckpoint), pytest.raises(ValueError, match=r"every checkpoint in .* is damaged"):
+        checkpoint.newest(folder / "checkpoints")
+
+
+def test_nothing_in_a_checkpoint_is_pickled(whole: tuple[Path, dict[str, torch.Tensor]]) -> None:
+    files = [path for path in newest(whole[0]).iterdir() if path.name != checkpoint.STATE]
+    assert files
+    for path in files:
+        with safe_open(path, framework="pt") as shard:
+            assert set(shard.keys()) == whole[1].keys()
+
+
+def test_only_the_newest_checkpoints_are_kept(tmp_path: Path) -> None:
+    for update in (1, 2, 3):
+        checkpoint.save(tmp_path, update, {"a": torch.ones(2)}, {}, keep=2)
+    assert [path.name for path in checkpoint.checkpoints(tmp_path)] == ["update-00000002", "update-00000003"]
+
+
+def test_a_write_that_was_cut_off_is_no_checkpoint(tmp_path: Path) -> None:
+    partial = tmp_path / ".partial-update-00000001"
+    partial.mkdir()
+    (partial / "left.safetensors").write_bytes(b"x")
+    assert checkpoint.newest(tmp_path) is None
+    found = checkpoint.save(tmp_path, 1, {"a": torch.ones(2)}, {}, keep=1)
+    assert not partial.exists()
+    assert "left.safetensors" not in checkpoint.read_state(found)["files"]
+
+
+def test_a_checkpoint_without_the_optimizer_is_refused_but_can_start_a_new_run(tmp_path: Path) -> None:
+    trainer = GRPOTrainer(SMALL)
+    trainer.step()
+    state = trainer.state()
+    path = checkpoint.save(tmp_path / "old", 1, trainer.learner.tensors(optimizer=False), state, keep=1)
+    with pytest.raises(ValueError, match=r"update-00000001: exp_avg/.* found none; .* start a new run with warm_start"):
+        read(GRPOTrainer(SMALL), path)
+    started = train(changed(run={"updates": 1}), tmp_path / "new", warm_start=path)
+    assert started.learner.steps == 1
+    assert (weights(started) - weights(trainer)).norm() < (weights(started) - weights(GRPOTrainer(SMALL))).norm()
+
+
+def test_a_restored_trainer_is_the_one_that_was_written(tmp_path: Path) -> None:
+    trainer = GRPOTrainer(SMALL)
+    trainer.step()
+    trainer.skipped = 2
+    path = write(trainer, tmp_path)
+    found = GRPOTrainer(SMALL)
+    read(found, path)
+    assert (found.update, found.skipped, found.learner.steps) == (1, 2, 1)
+    assert differing(tensors(found), tensors(trainer)) == []
+    for one in (trainer, found):
+        one.step()
+    assert differing(tensors(found), tensors(trainer)) == []
+
+
+def test_a_folder_with_a_run_is_not_overwritten_and_not_resumed_with_other_settings(
+    whole: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path
+) -> None:
+    folder = copied(whole, tmp_path)
+    with pytest.raises(ValueError, match="holds a run already; resume it with --resume"):
+        train(SMALL, folder)
+    with pytest.raises(ValueError, match=r"the run was begun with rollout.eta 0.7, found 0.3"):
+        train(changed(rollout={"eta": 0.3}), folder, resume=True)
+
+
+def test_a_finished_run_goes_on_for_more_updates(whole: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path) -> None:
+    folder = copied(whole, tmp_path)
+    longer = changed(run={"eval_every": 4, "eval_prompts": 2, "eval_samples": 1, "updates": 7})
+    assert train(longer, folder, resume=True).update == 7
+    assert json.loads((folder / "config.json").read_text())["run"]["updates"] == 7
+
+
+def test_the_exported_weights_are_the_average(whole: tuple[Path, dict[str, torch.Tensor]]) -> None:
+    found = load_file(whole[0] / "weights.safetensors")
+    averages = {name.removeprefix("average/"): t for name, t in whole[1].items() if name.startswith("average/")}
+    assert found.keys() == averages.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in averages.items())
+
+
+def test_evaluations_are_logged(whole: tuple[Path, dict[str, torch.Tensor]]) -> None:
+    [row] = read_rows(whole[0] / "evaluation.csv")
+    assert row["update"] == "4"
+    assert 0 < float(row["ink"]) < 1
+
+
+def test_a_run_that_stops_keeps_its_log(tmp_path: Path) -> None:
+    config = changed(reward={"name": "tests.grpo.runs:not_a_number"}, run={"max_skipped": 2})
+    with pytest.raises(TrainingStopped):
+        train(config, tmp_path)
+    [row] = read_rows(tmp_path / "metrics.csv")
+    assert (row["update"], row["skipped"], row["reward_mean"]) == ("1", "1", "")
+
+
+class TestLog:
+    def test_rows_after_the_checkpoint_are_dropped(self, tmp_path: Path) -> None:
+        log = Log(tmp_path, SMALL.run, "metrics", 0)
+        for update in (1, 2, 3):
+            log.add({"update": update, "reward": update / 10, "norm": None})
+        log.close()
+        Log(tmp_path, SMALL.run, "metrics", 2).close()
+        assert [(row["update"], row["reward"], row["norm"]) for row in read_rows(tmp_path / "metrics.csv")] == [
+            ("1", "0.1", ""),
+            ("2", "0.2", ""),
+        ]
+
+    def test_a_line_that_a_kill_cut_off_is_left_out(self, tmp_path: Path) -> None:
+        path = tmp_path / "metrics.csv"
+        path.write_text("update,reward\n1,0.5\n2,0.")
+        assert read_rows(path) == [{"update": "1", "reward": "0.5"}]
+
+    def test_event_files_hold_the_same_figures(self, tmp_path: Path) -> None:
+        from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+        log = Log(tmp_path, changed(run={"tensorboard": True}).run, "metrics", 0)
+        for update in (1, 2):
+            log.add({"update": update, "reward": update / 4, "norm": None})
+        log.close()
+        events = EventAccumulator(str(tmp_path / "events"))
+        events.Reload()
+        assert events.Tags()["scalars"] == ["reward"]
+        assert [(event.step, event.value) for event in events.Scalars("reward")] == [(1, 0.25), (2, 0.5)]

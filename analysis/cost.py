@@ -14,6 +14,8 @@ from jagg_core.records import Record, RecordError, read_json, write_atomically
 PUBLISHED = Path(__file__).resolve().parent.parent / "results" / "paper" / "published.json"
 """Figures of the paper, with their source."""
 
+STAGES = {"training step": "step", "update stage": "update"}
+"""What the paper's figures are of, by the names of `PARTS`."""
 
 PARTS = ("group", "update", "step")
 """What is predicted, from the smallest to what a user waits for."""
@@ -47,7 +49,7 @@ def beside_the_paper(record: Record, table: pd.DataFrame) -> pd.DataFrame:
     fewest = table[table["ranks"] == table["ranks"].min()].set_index("scheme")
     rows = []
     for figure in read_json(PUBLISHED)["figures"]:
-        part = {"training step": "step", "update stage": "update"}.get(figure["what"])
+        part = STAGES.get(figure["what"])
         if part is None or figure["backbone"] not in (None, record.backbone):
             continue
         predicted = {name: 1 - 1 / fewest.loc[name, f"{part}_speed_up"] for name in ("paper", "closed-sequential")}

@@ -47,15 +47,24 @@ ARM_LABELS = {
     "exact-again": "exact, timed again (noise floor)",
     "exact-bare": "exact, bare model calls",
     "exact-batched": "exact, all steps in one pass",
+    "exact-deferred": "exact, gradients scattered once",
+    "exact-closed-form": "exact, closed-form s",
+    "prototype": "the authors' prototype (W + 2 forwards)",
+    "paper": "paper JAGG (joint backward)",
     "paper-joint": "paper JAGG (joint backward)",
     "closed-form-sequential": "JAGG, closed-form s, sequential",
     "closed-form-batched": "JAGG, closed-form s, batched",
+    "jagg-closed-form-sequential": "JAGG, closed-form s, sequential",
+    "jagg-closed-form-batched": "JAGG, closed-form s, batched",
     "endpoint-only": "endpoint-only",
+    "subsample": "random steps, as many passes as JAGG",
 }
+"""Arms of a group, and ways to make an update."""
 
 
 @contextmanager
-def _style() -> Iterator[None]:
+def style() -> Iterator[None]:
+    """The look of every figure."""
     settings: dict[Any, Any] = {"font.size": 9, "legend.frameon": False, "grid.alpha": 0.3, "svg.hashsalt": "jagg"}
     look = {"axes.grid": True, "axes.spines.top": False, "axes.spines.right": False}
     with sns.axes_style("ticks", look), matplotlib.rc_context(settings):
@@ -83,7 +92,7 @@ def _finish(figure: Figure, axes: Axes, label: str) -> None:
 
 def cosine_per_group(table: pd.DataFrame, window: int) -> Figure:
     """Cosine of each group's contribution, every group approximated; a panel per eta, a line per family."""
-    with _style():
+    with style():
         figure, panels = _panels(table)
         for eta, axes in panels.items():
             part = table[(table["eta"] == eta) & (table["window"] == window)]
@@ -105,7 +114,7 @@ def cosine_per_group(table: pd.DataFrame, window: int) -> Figure:
 
 def pareto_front(table: pd.DataFrame, paper: str) -> Figure:
     """1 - cosine of the whole update against passes, log scale; the paper's recipe is ringed."""
-    with _style():
+    with style():
         figure, panels = _panels(table)
         for eta, axes in panels.items():
             # a logarithmic axis cannot show the plans that are exact
@@ -131,7 +140,7 @@ def pareto_front(table: pd.DataFrame, paper: str) -> Figure:
 def speed_bars(table: pd.DataFrame) -> Figure:
     """Seconds per group by phase, and the speed-up over exact; a panel per backbone."""
     names = list(table["backbone"].unique())
-    with _style():
+    with style():
         figure = Figure(figsize=(5.2 * len(names), 3.2), layout="constrained")
         panels = figure.subplots(1, len(names), squeeze=False)[0]
         for axes, name in zip(panels, names, strict=True):
@@ -159,7 +168,7 @@ def speed_bars(table: pd.DataFrame) -> Figure:
 
 def past_and_future(table: pd.DataFrame) -> Figure:
     """Cosine of ``C[knot, step]`` to ``C[step, step]``: the past below the diagonal, the future above."""
-    with _style():
+    with style():
         figure, panels = _panels(table)
         for eta, axes in panels.items():
             part = table[table["eta"] == eta].pivot(index="step", columns="knot", values="cosine").astype(float)
@@ -181,7 +190,7 @@ def past_and_future(table: pd.DataFrame) -> Figure:
 def knot_placement(table: pd.DataFrame, schedule: list[float]) -> Figure:
     """Sigma of the calibrated causal knots, a row per number of passes; ticks below are the steps."""
     table = table[table["family"] == "causal"]
-    with _style():
+    with style():
         figure, panels = _panels(table)
         for eta, axes in panels.items():
             part = table[(table["eta"] == eta) & (table["passes"] < len(schedule))]
@@ -204,7 +213,7 @@ def block_heat_map(table: pd.DataFrame) -> Figure:
     table = table.sort_values(["passes", "family"], ascending=[False, True]).drop_duplicates(["label", "block"])
     wide = table.pivot(index="label", columns="block", values="cosine").astype(float).loc[table["label"].unique()]
     wide = wide[ordered_blocks(list(wide.columns))]
-    with _style():
+    with style():
         figure = Figure(figsize=(2.8 + 1.1 * len(wide.columns), 0.3 * len(wide) + 1.2), layout="constrained")
         axes = figure.subplots()
         # shades of the loss on a logarithmic scale: cosines close to 1 are what differs
@@ -224,7 +233,7 @@ def block_heat_map(table: pd.DataFrame) -> Figure:
 def signal_per_cost(table: pd.DataFrame, samples: int) -> Figure:
     """Share of exact's learning signal against the cost of the update and of the training step, at the first eta."""
     table = table[(table["eta"] == table["eta"].max()) & table["loss"].notna()]
-    with _style():
+    with style():
         figure = Figure(figsize=(9.2, 4.4), layout="constrained")
         panels = figure.subplots(1, 2, sharey=True)
         for axes, cost, label in (
@@ -260,7 +269,7 @@ def loss_by_batch(table: pd.DataFrame, target: float) -> Figure:
     Causal plans and the paper's rule, one of each number of passes; markers and dashes tell them apart.
     """
     shown = table[table["family"].isin(["causal", "jagg"]) & table["loss"].notna()]
-    with _style():
+    with style():
         figure, panels = _panels(table)
         for eta, axes in panels.items():
             part = shown[shown["eta"] == eta]
@@ -289,7 +298,7 @@ def loss_by_batch(table: pd.DataFrame, target: float) -> Figure:
 
 def leak_bars(table: pd.DataFrame) -> Figure:
     """Squared mean gradient over its noise with advantages 1; 1 is no leak."""
-    with _style():
+    with style():
         figure = Figure(figsize=(7.2, 0.3 * len(table) + 1.0), layout="constrained")
         axes = figure.subplots()
         part = table.iloc[::-1].reset_index(drop=True)
@@ -309,7 +318,7 @@ def leak_bars(table: pd.DataFrame) -> Figure:
 
 def cost_by_devices(table: pd.DataFrame) -> Figure:
     """Predicted speed-up over exact against the number of devices: of a group, of the update, of the whole step."""
-    with _style():
+    with style():
         parts = ("group", "update", "step")
         figure = Figure(figsize=(12.5, 3.8), layout="constrained")
         panels = figure.subplots(1, len(parts))
@@ -330,7 +339,7 @@ def cost_by_devices(table: pd.DataFrame) -> Figure:
 def rendered(figure: Figure) -> dict[str, bytes]:
     """The figure as PNG and SVG, free of dates."""
     files = {}
-    with _style():
+    with style():
         for kind in ("png", "svg"):
             buffer = io.BytesIO()
             metadata = {"Date": None} if kind == "svg" else {"Software": None}

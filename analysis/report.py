@@ -8,6 +8,7 @@ import pandas as pd
 from matplotlib.figure import Figure
 
 from analysis import figures, signal_tables, tables
+from analysis.bench_page import write_bench_report
 from analysis.calibration import calibration
 from analysis.cost import write_cost_report
 from analysis.findings import findings, paper_estimator
@@ -52,6 +53,8 @@ def write_report(run: Path) -> tuple[Path, dict[str, pd.DataFrame], list[str]]:
     record = Record.read(run / "record.json")
     if record.kind == "cost":
         return write_cost_report(run, record)
+    if record.kind == "bench":
+        return write_bench_report(run, record)
     frames = tables.all_tables(record, [Record.read(path) for path in sorted(run.glob("speed-*.json"))])
     if record.kind == "calibrate":
         frames |= signal_tables.all_tables(record)

@@ -1,23 +1,28 @@
 """Rewards: what a policy is trained to increase. Load one with `load_reward`, call it through `score`."""
 
-from jagg_core.rewards.base import FunctionReward, Reward, WeightedSum, score
+from jagg_core.rewards.base import FunctionReward, Reward, WeightedSum, reward_versions, score
 from jagg_core.rewards.classifier import ClassifierLogProb, load_classifier, read_as_prompted, train_classifier
 from jagg_core.rewards.pixels import Colourfulness, Ink, Redness, Sharpness
-from jagg_core.rewards.registry import list_rewards, load_reward
+from jagg_core.rewards.preference import PreferenceReward
+from jagg_core.rewards.registry import check_reward, list_rewards, load_reward, options_of
 
 __all__ = [
     "ClassifierLogProb",
     "Colourfulness",
     "FunctionReward",
     "Ink",
+    "PreferenceReward",
     "Redness",
     "Reward",
     "Sharpness",
     "WeightedSum",
+    "check_reward",
     "list_rewards",
     "load_classifier",
     "load_reward",
+    "options_of",
     "read_as_prompted",
+    "reward_versions",
     "score",
     "train_classifier",
 ]

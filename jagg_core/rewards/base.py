@@ -13,6 +13,10 @@ RANGE_TOLERANCE = 1e-3
 """How far outside [0, 1] a pixel may lie before `score` refuses it."""
 
 
+class RewardNotFinite(ValueError):
+    """A reward is NaN or infinite for some sample."""
+
+
 @runtime_checkable
 class Reward(Protocol):
     """Says how good each image is for its prompt; larger is better.
@@ -72,6 +76,15 @@ class WeightedSum:
         return torch.stack([weight * score(reward, images, prompts) for weight, reward in self.terms]).sum(0)
 
 
+def reward_versions(reward: Reward) -> dict[str, str]:
+    """What tells the weights of networks in ``reward`` from others, by the name of the term that uses them.
+
+    Empty for rewards whose name says all of them.
+    """
+    terms = [term for _, term in reward.terms] if isinstance(reward, WeightedSum) else [reward]
+    return {term.name: str(term.version) for term in terms if hasattr(term, "version")}
+
+
 def check_images(images: Tensor, reward: str, channels: tuple[int, ...]) -> None:
     """Refuse anything but ``[N, C, H, W]`` with C one of ``channels``.
 
@@ -99,8 +112,9 @@ def score(reward: Reward, images: Tensor, prompts: Sequence[str]) -> Tensor:
 
     Raises:
         TypeError: ``prompts`` is one string; images are not floating point; the reward returns no tensor.
-        ValueError: as many prompts as images are not given, pixels lie outside [0, 1], the result is not of shape [N]
-            or not finite. Names the first sample concerned.
+        ValueError: as many prompts as images are not given, pixels lie outside [0, 1], or the result is not of shape
+            [N]. Names the first sample concerned.
+        RewardNotFinite: a value is NaN or infinite.
     """
     if isinstance(prompts, str):
         raise TypeError(f"prompts must be a sequence with one string per image, found the single string {prompts!r}")
@@ -128,7 +142,7 @@ def score(reward: Reward, images: Tensor, prompts: Sequence[str]) -> Tensor:
     undefined = ~values.isfinite()
     if undefined.any():
         i = _first(undefined)
-        raise ValueError(
+        raise RewardNotFinite(
             f"reward {reward.name} is {values[i].item()} for sample {i} (prompt {prompts[i]!r}; "
             f"{int(undefined.sum())} of {len(images)} samples concerned): a NaN is never silently replaced"
         )

@@ -3,37 +3,68 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
+from functools import partial
+from typing import Any
 
 import torch
 
 from jagg_core.imports import import_object
+from jagg_core.options import read_values
 from jagg_core.rewards.base import FunctionReward, Reward, WeightedSum
 from jagg_core.rewards.classifier import ClassifierLogProb, classifier_spec
 from jagg_core.rewards.pixels import Colourfulness, Ink, Redness, Sharpness
+from jagg_core.rewards.preference import CLIPSCORE, HPSV21, PICKSCORE, PreferenceSettings, Published, load_preference
+
+
+def _no_options() -> None:
+    """What takes the options of a reward that has none."""
 
 
 @dataclass(frozen=True)
 class _Entry:
+    """A registered reward.
+
+    Attributes:
+        summary: one line.
+        channels: of the images that it can score.
+        make: loads it, from the data set, the device and what ``settings`` gave.
+        settings: takes its options, and refuses bad ones before anything is loaded.
+        needs_dataset: whether it cannot be loaded without one.
+    """
+
     summary: str
     channels: tuple[int, ...]
-    make: Callable[[str | None, torch.device | str], Reward]
+    make: Callable[[str | None, torch.device | str, Any], Reward]
+    settings: Callable[..., object] = _no_options
+    needs_dataset: bool = False
 
 
-def _classifier(dataset: str | None, device: torch.device | str) -> Reward:
-    if dataset is None:
-        raise ValueError("reward classifier needs dataset='digits' or dataset='photos', found None")
-    return ClassifierLogProb(dataset, device)
+def _published(summary: str, published: Published) -> _Entry:
+    return _Entry(
+        summary,
+        (3,),
+        lambda _, device, settings: load_preference(settings, device),
+        settings=partial(PreferenceSettings, published),
+    )
 
 
 _REWARDS: dict[str, _Entry] = {
-    "classifier": _Entry("log-probability of the prompt's class under a shipped classifier", (1, 3), _classifier),
+    "classifier": _Entry(
+        "log-probability of the prompt's class under a shipped classifier",
+        (1, 3),
+        lambda dataset, device, _: ClassifierLogProb(str(dataset), device),
+        needs_dataset=True,
+    ),
     "colourfulness": _Entry("Hasler and Suesstrunk's colourfulness of RGB images", (3,), lambda *_: Colourfulness()),
     "sharpness": _Entry("mean absolute Laplacian of the luminance", (1, 3), lambda *_: Sharpness()),
     "redness": _Entry("mean of R - (G + B) / 2", (3,), lambda *_: Redness()),
     "ink": _Entry("mean intensity of grey images", (1,), lambda *_: Ink()),
+    "clipscore": _published("cosine of image and prompt under CLIP ViT-L/14, or another CLIP", CLIPSCORE),
+    "pickscore": _published("PickScore, on its published scale of about 22", PICKSCORE),
+    "hpsv2.1": _published("Human Preference Score v2.1, a cosine", HPSV21),
 }
 
 _NAME = r"[A-Za-z_][\w.]*(?::[A-Za-z_][\w.]*)?"
@@ -46,32 +77,98 @@ def list_rewards() -> dict[str, str]:
     return {name: entry.summary for name, entry in _REWARDS.items()}
 
 
-def load_reward(name: str, *, dataset: str | None = None, device: torch.device | str = "cpu") -> Reward:
+def load_reward(
+    name: str, *, dataset: str | None = None, device: torch.device | str = "cpu", options: Sequence[str] = ()
+) -> Reward:
     """A reward, or a weighted sum of rewards, by name.
 
     ``name``: one of `list_rewards`; ``module:function`` for your own, either a function
     ``(images, prompts) -> Tensor[N]`` or an object that is a `Reward`; or a sum such as
-    ``classifier+0.5*colourfulness`` or ``classifier-0.1*my_rewards:noisiness``.
+    ``classifier+0.5*colourfulness`` or ``classifier-0.1*my_rewards:noisiness``. A published reward's variant may follow
+    its name: ``clipscore.clamped``.
     ``dataset``: the shipped data set that the images look like ("digits" or "photos"). The classifier needs it; with
     it, a reward that cannot score such images is refused here rather than after the first rollout.
     ``device``: where networks are loaded; they follow the images from there.
+    ``options``: of published rewards, written ``reward.option=value``, such as ``pickscore.path=FOLDER``; see
+    `jagg_core.rewards.preference.PreferenceSettings`.
 
     Raises:
-        ValueError: an unknown name (names the nearest match and what is allowed), a sum that cannot be read, an unknown
-            data set, or one whose images the reward cannot score.
+        ValueError: an unknown name (names the nearest match and what is allowed), a sum or an option that cannot be
+            read, an unknown data set, or one whose images the reward cannot score, all before anything is loaded; a
+            published reward's file that is missing, damaged or another network's.
         FileNotFoundError: shipped weights are missing; says how to rebuild them.
     """
-    terms = _parse(name)
-    if dataset is not None:
-        classifier_spec(dataset)
-    # every name is checked before anything is loaded
-    for _, term in terms:
-        if ":" not in term:
-            _check_registered(term, dataset)
-    loaded = [(weight, _load_one(term, dataset, device)) for weight, term in terms]
+    terms = _checked(name, dataset, options)
+    if dataset is None:
+        for _, term, _ in terms:
+            if term in _REWARDS and _REWARDS[term].needs_dataset:
+                raise ValueError(f"reward {term} needs dataset='digits' or dataset='photos', found None")
+    loaded = [(weight, _load_one(term, dataset, device, settings)) for weight, term, settings in terms]
     if len(loaded) == 1 and loaded[0][0] == 1:
         return loaded[0][1]
     return WeightedSum(loaded)
+
+
+def check_reward(name: str, *, dataset: str | None = None, options: Sequence[str] = ()) -> None:
+    """Check what `load_reward` can check without loading anything; ``dataset=None``: not known yet.
+
+    Raises:
+        ValueError: see there.
+    """
+    _checked(name, dataset, options)
+
+
+def options_of(name: str, options: Sequence[str]) -> list[str]:
+    """Those of ``options`` that are for a term of the reward ``name``, where several rewards share one list.
+
+    Raises:
+        ValueError: a sum or an option that cannot be read.
+    """
+    names = {_split_variant(term)[0] for _, term in _parse(name)}
+    return [
+        f"{reward}.{text}" for reward, texts in _split_options(options).items() if reward in names for text in texts
+    ]
+
+
+def _checked(text: str, dataset: str | None, options: Sequence[str]) -> list[tuple[float, str, object]]:
+    """Weight, name and settings of each term."""
+    terms = [(weight, *_split_variant(term)) for weight, term in _parse(text)]
+    if dataset is not None:
+        classifier_spec(dataset)
+    for _, name, _ in terms:
+        if ":" not in name:
+            _check_registered(name, dataset)
+    given = _split_options(options)
+    names = [name for _, name, _ in terms]
+    for reward in given:
+        if reward not in names:
+            raise ValueError(f"reward options: {reward!r} is not in the reward, which is made of {names}")
+    checked: list[tuple[float, str, object]] = []
+    for weight, name, variant in terms:
+        texts = [*given.get(name, []), *([] if variant is None else [f"variant={variant}"])]
+        take = _REWARDS[name].settings if name in _REWARDS else _no_options
+        checked.append((weight, name, take(**read_values("reward", name, take, texts))))
+    return checked
+
+
+def _split_variant(term: str) -> tuple[str, str | None]:
+    """``clipscore.clamped`` as the reward and its variant."""
+    for name, entry in _REWARDS.items():
+        if entry.settings is not _no_options and term.startswith(f"{name}."):
+            return name, term.removeprefix(f"{name}.")
+    return term, None
+
+
+def _split_options(options: Sequence[str]) -> dict[str, list[str]]:
+    """``reward.option=value`` as ``option=value`` by reward."""
+    given: dict[str, list[str]] = {}
+    for text in options:
+        key, equals, value = text.partition("=")
+        reward, _, option = key.rpartition(".")
+        if not (reward and option and equals):
+            raise ValueError(f"reward options are written reward.option=value, found {text!r}")
+        given.setdefault(reward, []).append(f"{option}={value}")
+    return given
 
 
 def _parse(text: str) -> list[tuple[float, str]]:
@@ -107,9 +204,9 @@ def _check_registered(name: str, dataset: str | None) -> None:
             raise ValueError(f"reward {name} cannot score the {kind} images of {dataset}; allowed: {fitting}")
 
 
-def _load_one(name: str, dataset: str | None, device: torch.device | str) -> Reward:
+def _load_one(name: str, dataset: str | None, device: torch.device | str, settings: object) -> Reward:
     if ":" not in name:
-        return _REWARDS[name].make(dataset, device)
+        return _REWARDS[name].make(dataset, device, settings)
     found = import_object(name, "reward", _allowed())
     if isinstance(found, type) or not callable(found):
         raise ValueError(f"reward {name!r} must be a function or an object that is a Reward, found {found!r}")

@@ -32,8 +32,9 @@ def own_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def test_every_listed_name_loads_under_its_name() -> None:
-    assert set(list_rewards()) == {"classifier", "colourfulness", "sharpness", "redness", "ink"}
-    for name in list_rewards():
+    shipped = ("classifier", "colourfulness", "sharpness", "redness", "ink")
+    assert tuple(list_rewards()) == (*shipped, "clipscore", "pickscore", "hpsv2.1")
+    for name in shipped:
         reward = load_reward(name, dataset="digits" if name == "ink" else "photos")
         assert isinstance(reward, Reward)
         assert reward.name == name

@@ -1,0 +1,64 @@
+"""Options of what is loaded by name, written ``option=value``: read by the types that its loader declares."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import get_args, get_type_hints
+
+
+def read_values(kind: str, name: str, load: Callable[..., object], texts: Sequence[str]) -> dict[str, object]:
+    """Options of the ``kind`` (backbone, reward) ``name`` written as ``option=value``.
+
+    ``load``: what takes them, as keyword-only arguments; their types say how a value is read.
+
+    Raises:
+        ValueError: unknown option, one given twice, or a value that is not of the option's type.
+    """
+    pairs = [text.partition("=") for text in texts]
+    bad = [text for text, (_, equals, _) in zip(texts, pairs, strict=True) if not equals]
+    if bad:
+        raise ValueError(f"{kind} options are written option=value, found {bad[0]!r}")
+    values = {option: value for option, _, value in pairs}
+    if len(values) < len(pairs):
+        raise ValueError(f"{kind} options must be different, found {list(texts)}")
+    require_options(kind, name, load, values)
+    types = get_type_hints(load.func if isinstance(load, partial) else load)
+    return {option: _converted(option, value, types.get(option, str)) for option, value in values.items()}
+
+
+def require_options(kind: str, name: str, load: Callable[..., object], options: Mapping[str, object]) -> None:
+    """Raise ValueError, naming the nearest and what is allowed, unless every option is one that ``load`` takes."""
+    try:
+        parameters = inspect.signature(load).parameters.values()
+    except ValueError:  # some functions written in C do not show theirs
+        return
+    if any(p.kind is p.VAR_KEYWORD for p in parameters):
+        return
+    allowed = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
+    for option in options:
+        if option not in allowed:
+            near = difflib.get_close_matches(option, allowed, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise ValueError(f"{kind} {name!r} has the options {allowed}, found {option!r}{hint}")
+
+
+def _converted(option: str, text: str, wanted: object) -> object:
+    """``text`` as a number or a truth value where ``wanted`` is one, or one or None; else as it is."""
+    kinds = [kind for kind in get_args(wanted) or (wanted,) if kind in _READERS]
+    for kind in kinds:
+        try:
+            return _READERS[kind](text)
+        except (KeyError, ValueError):
+            raise ValueError(f"{option} must be of type {kind.__name__}, found {text!r}") from None
+    return text
+
+
+_READERS: dict[object, Callable[[str], object]] = {
+    int: int,
+    float: float,
+    bool: {"true": True, "false": False}.__getitem__,
+}
+"""How an option is read, by its type."""

@@ -1,0 +1,190 @@
+"""The files of a published network, local or from the hub: found, told apart, and read without running any code."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from collections.abc import Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+
+CONFIG = "config.json"
+PREPROCESSOR = "preprocessor_config.json"
+TOKENIZER = "tokenizer.json"
+VOCABULARY = ("vocab.json", "merges.txt")
+PROCESSOR_FILES = (CONFIG, PREPROCESSOR, TOKENIZER, *VOCABULARY, "tokenizer_config.json", "special_tokens_map.json")
+"""What a network's texts and images go through, and its configuration."""
+
+_EDGE = 1 << 16
+
+
+@dataclass(frozen=True)
+class Source:
+    """A folder of files.
+
+    Attributes:
+        folder: where they are.
+        name: the hub id, or the folder's own name.
+        commit: of the hub; empty for a local folder.
+    """
+
+    folder: Path
+    name: str
+    commit: str = ""
+
+    @property
+    def title(self) -> str:
+        """``name@commit``, or the name alone."""
+        return f"{self.name}@{self.commit}" if self.commit else self.name
+
+    def require(self, setting: str, *names: str) -> Path:
+        """The first of ``names`` that is there.
+
+        Raises:
+            ValueError: none is; names them, and the remedy.
+        """
+        for name in names:
+            if (self.folder / name).is_file():
+                return self.folder / name
+        found = sorted(p.name for p in self.folder.iterdir())
+        remedy = "connect once to fetch it" if self.commit else f"put it there, or give {setting}=FOLDER or a hub id"
+        raise ValueError(f"{setting}: {self.folder} has no {' or '.join(names)}, found {found[:12]}; {remedy}")
+
+
+def find_source(setting: str, name: str, patterns: Sequence[str], revision: str | None = None) -> Source:
+    """The folder ``name`` if it is one; else files of the hub's ``name`` that match, fetched or in the cache.
+
+    ``setting``: the option that gives the name, for the errors.
+
+    Raises:
+        ValueError: no such folder or repository, no access to a gated one, or no connection; says what to do.
+    """
+    folder = _expanded(setting, name)
+    if folder.is_dir():
+        if revision is not None:
+            raise ValueError(f"revision is for networks of the hub, and {name} is a local folder, found {revision!r}")
+        return Source(folder, folder.name)
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        HfHubHTTPError,
+        HFValidationError,
+        LocalEntryNotFoundError,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+    )
+
+    local = f"or give a local folder: {setting}=FOLDER"
+    if name.startswith((".", "~", "/")) or name.count("/") > 1:
+        raise ValueError(f"{setting}: there is no folder {name}; allowed: a folder, or a hub id")
+    try:
+        fetched = Path(snapshot_download(name, revision=revision, allow_patterns=list(patterns)))
+    except GatedRepoError as error:
+        raise ValueError(
+            f"{name} is gated: accept its licence at https://huggingface.co/{name}, then log in with `hf auth login`, "
+            f"{local}"
+        ) from error
+    except RevisionNotFoundError as error:
+        raise ValueError(f"revision: {name} has no {revision!r} (a branch, tag or commit)") from error
+    except (RepositoryNotFoundError, HFValidationError) as error:
+        raise ValueError(
+            f"{setting}: no folder and no repository of the hub is called {name!r}; a private one needs a login"
+        ) from error
+    except (LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
+        raise ValueError(
+            f"{name} is not on this machine and the hub cannot be reached ({type(error).__name__}): "
+            f"connect once, {local}"
+        ) from error
+    return Source(fetched, name, fetched.name)
+
+
+def _expanded(setting: str, path: str) -> Path:
+    try:
+        return Path(path).expanduser().resolve()
+    except RuntimeError as error:  # the home of a user that there is not
+        raise ValueError(f"{setting}: there is no folder {path} ({error})") from error
+
+
+def fingerprint(files: Sequence[Path]) -> str:
+    """What tells files from others: names, sizes and both ends of each."""
+    digest = blake2b(digest_size=8)
+    for file in files:
+        size = file.stat().st_size
+        digest.update(f"{file.name} {size} ".encode())
+        with file.open("rb") as stream:
+            digest.update(stream.read(_EDGE))
+            stream.seek(max(0, size - _EDGE))
+            digest.update(stream.read())
+    return digest.hexdigest()
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """The JSON object in ``file``.
+
+    Raises:
+        ValueError: it cannot be read.
+    """
+    try:
+        read = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise ValueError(f"{file} cannot be read as JSON: {error}") from error
+    if not isinstance(read, dict):
+        raise ValueError(f"{file} must hold a JSON object, found {type(read).__name__}")
+    return read
+
+
+def weight_files(source: Source, *names: str) -> list[Path]:
+    """The first of ``names`` that is there; for an index, the shards that it names.
+
+    Raises:
+        ValueError: none is, or a shard is missing.
+    """
+    file = source.require("path", *names)
+    if not file.name.endswith(".index.json"):
+        return [file]
+    shards = read_json(file).get("weight_map")
+    if not isinstance(shards, dict) or not shards:
+        raise ValueError(f"{file} has no weight_map: fetch it again")
+    return [source.require("path", shard) for shard in sorted(set(shards.values()))]
+
+
+def read_tensors(files: Sequence[Path]) -> dict[str, Tensor]:
+    """The tensors in safetensors files, or in checkpoints of ``torch.save`` that hold nothing but tensors.
+
+    A checkpoint may hold them under ``state_dict``, and their names may start with ``module.``.
+
+    Raises:
+        ValueError: a file is damaged, or holds something else. Nothing is unpickled that could run code.
+    """
+    tensors: dict[str, Tensor] = {}
+    for file in files:
+        read: Any = None
+        try:
+            if file.suffix == ".safetensors":
+                read = load_file(file)
+            else:
+                read = torch.load(file, map_location="cpu", weights_only=True)
+        except (SafetensorError, pickle.UnpicklingError, RuntimeError, EOFError, OSError) as error:
+            first = str(error).partition("\n")[0]
+            raise ValueError(
+                f"path: {file} is damaged or holds more than tensors, which is never unpickled: fetch it again, or "
+                f"give a safetensors file of the same tensors ({type(error).__name__}: {first})"
+            ) from error
+        state = read.get("state_dict", read) if isinstance(read, dict) else read
+        if not isinstance(state, dict) or not all(isinstance(value, Tensor) for value in state.values()):
+            raise ValueError(f"path: {file} must hold tensors by name, alone or under state_dict, found {_kind(state)}")
+        tensors |= {str(name).removeprefix("module."): tensor for name, tensor in state.items()}
+    return tensors
+
+
+def _kind(state: object) -> str:
+    if not isinstance(state, dict):
+        return type(state).__name__
+    return ", ".join(f"{name}: {type(value).__name__}" for name, value in list(state.items())[:4])

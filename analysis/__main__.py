@@ -9,8 +9,9 @@ from typing import Any
 
 import pandas as pd
 
-from analysis import calibrate, reproduce
+from analysis import calibrate, curves, reproduce
 from analysis.calibrate import Calibrate
+from analysis.curves import Curves
 from analysis.report import write_report
 from analysis.reproduce import Reproduce
 from analysis.study import Study
@@ -19,6 +20,10 @@ from jagg_core.flags import add_flags, given
 from jagg_core.records import Record, RecordError, require_writable
 
 REPORT_EXAMPLE = "example: python -m analysis report results/photos-flux"
+CURVES_EXAMPLE = (
+    "example: python -m analysis curves --backbone digits-flux --reward classifier+10*ink --watched sharpness "
+    "--calibration results/reference/digits-flux-calibration/calibration-eta0.7.json --out results/digits-curves"
+)
 QUICK_STUDY: dict[str, Any] = {
     "etas": (0.7,),
     "windows": (4,),
@@ -61,6 +66,9 @@ def parser() -> argparse.ArgumentParser:
         add_flags(command, Recipe)
         command.add_argument("--quick", action="store_true", help="a smoke run: every part, few rollouts")
         command.add_argument("--out", type=Path, default=None, help=f"run folder, default results/BACKBONE{ending}")
+    command = commands.add_parser("curves", help="train by every estimator in lockstep", epilog=CURVES_EXAMPLE)
+    add_flags(command, Curves)
+    command.add_argument("--out", type=Path, default=None, help="run folder, default results/BACKBONE-curves")
     report = commands.add_parser("report", help="rebuild tables, figures and page of a run", epilog=REPORT_EXAMPLE)
     report.add_argument("run", type=Path, help="run folder")
     return top
@@ -90,7 +98,12 @@ def main(argv: list[str] | None = None) -> None:
     arguments = top.parse_args(argv)
     try:
         out = arguments.run if arguments.command == "report" else None
-        if out is None:
+        if arguments.command == "curves":
+            chosen = Curves(**given(arguments, Curves))
+            out = arguments.out or Path("results") / f"{chosen.backbone.replace(':', '-')}-curves"
+            require_writable(out / "record.json")
+            curves.run(chosen, out)
+        elif out is None:
             settings = settings_from(arguments)
             _, run, ending, _ = COMMANDS[arguments.command]
             out = arguments.out or Path("results") / f"{settings.backbone.replace(':', '-')}{ending}"

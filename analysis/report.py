@@ -11,6 +11,7 @@ from analysis import figures, signal_tables, tables
 from analysis.bench_page import write_bench_report
 from analysis.calibration import calibration
 from analysis.cost import write_cost_report
+from analysis.curve_page import write_curve_report
 from analysis.findings import findings, paper_estimator
 from analysis.page import data_uri, render, write_tables_and_figures
 from analysis.printable import printable
@@ -55,6 +56,8 @@ def write_report(run: Path) -> tuple[Path, dict[str, pd.DataFrame], list[str]]:
         return write_cost_report(run, record)
     if record.kind == "bench":
         return write_bench_report(run, record)
+    if record.kind == "curves":
+        return write_curve_report(run, record)
     frames = tables.all_tables(record, [Record.read(path) for path in sorted(run.glob("speed-*.json"))])
     if record.kind == "calibrate":
         frames |= signal_tables.all_tables(record)

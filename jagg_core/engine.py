@@ -113,7 +113,7 @@ def accumulate_gradients(
 
     Args:
         policy: differentiated at the plan's knots.
-        trajectory: T steps of B samples.
+        trajectory: T steps of B samples. Graphs that it kept are used in the place of forwards, once, on policy.
         advantages: ``[B]``.
         plan: for T steps, ``[K, T]`` or ``[B, K, T]``.
         objective: the loss.
@@ -216,6 +216,9 @@ class _Update:
         if max_rows is not None and backward in ("joint", "sequential"):
             raise ValueError(f"max_rows limits batched passes, but backward is {backward!r}")
         self.on_policy = self._same_weights()
+        # of other weights, or of another state than a predicted knot's, the rollout's own graph is of no use
+        usable = self.on_policy is True and self.plan.knot_sigmas is None
+        self._kept_graphs = self.trajectory.graphs if usable else {}
         if upstream == "closed_form" and self.on_policy is False:
             raise OffPolicyError(
                 "upstream='closed_form' is legal only on policy, but the weights changed since the rollout: "
@@ -283,6 +286,9 @@ class _Update:
                 self._note_drift(some, found)
         velocities = []
         for positions in self._in_passes(bundle):
+            if self._kept_graphs and all(self.plan.knots[i] in self._kept_graphs for i in positions):
+                velocities += [self._kept_graphs.pop(self.plan.knots[i]) for i in positions]
+                continue
             sites = [self.trajectory.site(self.plan.knots[i], self.plan.knot_sigma(i)) for i in positions]
             velocities += self._velocities(sites)
 

@@ -214,7 +214,7 @@ def recorded(cells: list[Cell], name: str, **settings: Any) -> Iterator[Cell]:
 
 
 def environment() -> dict[str, Any]:
-    """Where a run happens: versions, threads, devices, processor, commit."""
+    """Where a run happens: versions, threads, devices, processor, clocks and load of this moment, commit."""
     import torch
 
     packages: dict[str, str | None] = {}
@@ -223,7 +223,8 @@ def environment() -> dict[str, Any]:
             packages[package] = version(package)
         except PackageNotFoundError:
             packages[package] = None
-    devices = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    devices = range(torch.cuda.device_count())
+    mhz = [float(value) for value in _cpuinfo("cpu MHz")]
     return {
         "python": platform.python_version(),
         "packages": packages,
@@ -231,19 +232,36 @@ def environment() -> dict[str, Any]:
         "processor": _processor(),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
-        "cuda_devices": devices,
+        "cpu_mhz": sum(mhz) / len(mhz) if mhz else None,
+        "load_average": os.getloadavg()[0] if hasattr(os, "getloadavg") else None,
+        "cuda_devices": [torch.cuda.get_device_name(i) for i in devices],
+        "cuda_bytes": [torch.cuda.get_device_properties(i).total_memory for i in devices],
+        "cuda_mhz": [_cuda_mhz(i) for i in devices],
         **git_state(Path(__file__).resolve().parent.parent),
     }
 
 
 def _processor() -> str:
+    return next(iter(_cpuinfo("model name")), platform.processor() or platform.machine())
+
+
+def _cpuinfo(name: str) -> list[str]:
+    """A field of every core, where the system has ``/proc/cpuinfo``."""
     try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
-        pass
-    return platform.processor() or platform.machine()
+        return []
+    return [line.split(":", 1)[1].strip() for line in lines if line.startswith(name)]
+
+
+def _cuda_mhz(index: int) -> float | None:
+    """Clock of the multiprocessors; None without the driver's library, which torch asks."""
+    import torch
+
+    try:
+        return float(torch.cuda.clock_rate(index))
+    except Exception:  # the library's own exceptions cannot be named without it
+        return None
 
 
 def git_state(checkout: Path) -> dict[str, Any]:

@@ -37,6 +37,8 @@ class Trajectory:
         rows: which of the policy's samples each row is, ``[B]``, on the CPU.
         weights_version: fingerprint of the policy's parameters; None if the policy does not show them.
         signature: the policy's own settings, as it names them.
+        graphs: velocities ``[B, *D]`` with the graph of the rollout's own forward, by step; good for one backward.
+            Parts of a trajectory have none.
     """
 
     latents: Tensor
@@ -51,6 +53,7 @@ class Trajectory:
     rows: Tensor
     weights_version: int | None = None
     signature: dict[str, str] = field(default_factory=dict)
+    graphs: dict[int, Tensor] = field(default_factory=dict)
 
     @property
     def steps(self) -> int:
@@ -130,6 +133,7 @@ class Trajectory:
             log_probs=self.log_probs[pick],
             sigmas=sigmas,
             next_sigmas=next_sigmas,
+            graphs={},
         )
 
     def split(self, size: int) -> list[Trajectory]:
@@ -162,6 +166,7 @@ class Trajectory:
             next_sigmas=self.next_sigmas[cut] if per_row else self.next_sigmas,
             final=self.final[cut],
             rows=self.rows[cut],
+            graphs={},
         )
 
     @property
@@ -275,6 +280,7 @@ def rollout(
     sample_ids: Sequence[int] | None = None,
     timestep_mode: TimestepMode = "float",
     window: range | None = None,
+    graph_at: Sequence[int] = (),
 ) -> Trajectory:
     """Sample ``B`` latents from noise. All steps but the last are SDE steps and are kept; the last is deterministic.
 
@@ -288,6 +294,7 @@ def rollout(
         timestep_mode: what the network is told; see `network_sigma`.
         window: the only SDE steps, and the only ones kept, as Flow-GRPO-Fast and MixGRPO have it; the others are
             deterministic. A sample's noise at a step is the same with and without a window.
+        graph_at: kept steps whose forwards keep their graph, so that an update needs no forward for them.
 
     Raises:
         ValueError: a schedule that is no schedule, fewer than 2 steps, no samples, ids that do not match, or a window
@@ -315,16 +322,21 @@ def rollout(
     states = state.new_empty((len(kept) + 1, *state.shape))
     noise = state.new_empty((len(kept), *state.shape))
     log_probs = state.new_empty((len(kept), batch))
+    graphs: dict[int, Tensor] = {}
     for step in range(last + 1):
         sigma, next_sigma = sigmas[step], sigmas[step + 1]
         told = network_sigma(sigma, timestep_mode).to(device=state.device, dtype=state.dtype).expand(batch)
-        velocity = _checked_velocity(policy, state, told, rows, step)
+        place = step - kept[0]
+        with torch.set_grad_enabled(step in kept and place in graph_at):
+            velocity = _checked_velocity(policy, state, told, rows, step)
+        if velocity.requires_grad:
+            graphs[place] = velocity
+            velocity = velocity.detach()
         if step <= kept[-1]:
             drawn = torch.stack([torch.randn(state.shape[1:], generator=s, dtype=state.dtype) for s in streams])
         if step not in kept:
             state = state + expand(next_sigma - sigma, state) * velocity
         else:
-            place = step - kept[0]
             coefficients = transition.coefficients(sigma, next_sigma)
             states[place], noise[place] = state, drawn.to(state.device)
             mean = expand(coefficients.latent, state) * state + expand(coefficients.velocity, state) * velocity
@@ -344,6 +356,7 @@ def rollout(
         rows=torch.arange(batch),
         weights_version=weights_version(policy),
         signature=policy_signature(policy),
+        graphs=graphs,
     )
 
 

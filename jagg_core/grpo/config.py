@@ -11,8 +11,10 @@ import torch
 from jagg_core.backbones import ScheduleName, check_schedule, read_options
 from jagg_core.checks import require_at_least, require_one_of, require_positive
 from jagg_core.engine import BackwardMode, PartlyClipped, UpstreamMode
+from jagg_core.imports import import_object
 from jagg_core.objective import ClippedSurrogate
 from jagg_core.plan import Plan, groups_of, routed_groups
+from jagg_core.rewards import check_reward, options_of
 from jagg_core.schedule import TimestepMode
 from jagg_core.transitions import CPS, DanceSDE, FlowSDE, Transition
 
@@ -179,6 +181,11 @@ class PlanSettings:
         upstream: see `jagg_core.accumulate_gradients`.
         backward: see there.
         partly_clipped: see there.
+        keep_graphs: the rollout keeps its graphs at the knots until the rewards are known, so that the update makes no
+            forward. Memory for all micro-batches is estimated before the first one, and refused if it does not fit.
+        recalibrate_every: updates after which the knots of causal are searched anew, for the policy as it is then;
+            0: never.
+        recalibrate: what searches them, as module:function of the trainer.
     """
 
     estimator: Estimator = "exact"
@@ -192,6 +199,9 @@ class PlanSettings:
     upstream: UpstreamMode = "auto"
     backward: BackwardMode = "auto"
     partly_clipped: PartlyClipped = "exact"
+    keep_graphs: bool = False
+    recalibrate_every: int = 0
+    recalibrate: str = "analysis.recalibrate:causal_knots"
 
     def __post_init__(self) -> None:
         require_one_of("estimator", self.estimator, Estimator)
@@ -199,7 +209,11 @@ class PlanSettings:
         require_one_of("upstream", self.upstream, UpstreamMode)
         require_one_of("backward", self.backward, BackwardMode)
         require_one_of("partly_clipped", self.partly_clipped, PartlyClipped)
-        require_at_least(self, window=1, passes=1)
+        require_at_least(self, window=1, passes=1, recalibrate_every=0)
+        if self.recalibrate_every:
+            if self.estimator != "causal":
+                raise ValueError(f"recalibrate_every is for the estimator causal, found {self.estimator}")
+            import_object(self.recalibrate, "recalibrate", "module:function")
         if self.jagg_frac == "calibrated":
             if not self.calibration:
                 raise ValueError("jagg_frac 'calibrated' needs a calibration file, found none")
@@ -285,7 +299,8 @@ class RunSettings:
         eval_every: updates between evaluations on held-out noise; 0: none.
         eval_samples: samples per prompt of an evaluation, drawn without SDE noise.
         eval_prompts: prompts of an evaluation.
-        eval_rewards: rewards that are evaluated and never trained on, besides the trained one.
+        eval_rewards: rewards that are evaluated and never trained on, besides the trained one; their options stand
+            with those of the trained one.
         max_skipped: updates in a row that may be skipped for values that are not finite before the run stops.
         timeout: seconds that a rank waits for the others.
         tensorboard: also write event files.
@@ -354,6 +369,7 @@ class GRPOConfig:
     parallel: ParallelSettings = field(default_factory=ParallelSettings)
 
     def __post_init__(self) -> None:
+        self._check_rewards()
         steps, plan = self.rollout.trained_steps, self.plan
         if plan.estimator in ("jagg", "endpoint"):
             groups_of(steps, plan.window)
@@ -365,12 +381,38 @@ class GRPOConfig:
             raise ValueError(
                 f"a calibration is of whole rollouts: trained must be 'all' with it, found {self.rollout.trained!r}"
             )
+        if plan.keep_graphs:
+            self._check_graphs()
         prompt_statistics = "prompt" in (self.advantage.centre, self.advantage.scale)
         if prompt_statistics and self.rollout.samples == 1:
             raise ValueError(
                 "samples must be at least 2: with one sample of a prompt its statistics give no signal; "
                 "or take advantages over the batch"
             )
+
+    def _check_rewards(self) -> None:
+        left = set(self.reward.options)
+        for name in (self.reward.name, *self.run.eval_rewards):
+            options = options_of(name, self.reward.options)
+            check_reward(name, options=options)
+            left -= set(options)
+        if left:
+            raise ValueError(f"reward options: {sorted(left)} are for none of the rewards")
+
+    def _check_graphs(self) -> None:
+        given = self.optimizer
+        for name, value, wanted in (
+            ("predict", self.plan.predict, False),
+            ("epochs", given.epochs, 1),
+            ("steps_per_rollout", given.steps_per_rollout, 1),
+            ("trained", self.rollout.trained == "random", False),
+        ):
+            if value != wanted:
+                raise ValueError(
+                    "keep_graphs is for one optimizer step on policy, at states of the rollout that all samples share: "
+                    f"{name} must be {'all or window' if name == 'trained' else wanted}, "
+                    f"found {self.rollout.trained if name == 'trained' else value}"
+                )
 
     def check_ranks(self, ranks: int) -> None:
         """Check that samples and shards divide evenly.

@@ -30,16 +30,16 @@ class Log:
         if settings.wandb:
             self._loggers.append(_Wandb(settings.wandb, folder))
 
-    def add(self, row: Mapping[str, float | int | None]) -> None:
+    def add(self, row: Mapping[str, float | int | str | None]) -> None:
         """Add a row; it has an ``update``."""
-        self._rows.append({key: "" if value is None else repr(value) for key, value in row.items()})
+        self._rows.append({key: "" if value is None else str(value) for key, value in row.items()})
         if len(self._rows) == 1 or list(self._rows[0]) != list(row):
             self._write()
         else:
             with self.path.open("a", newline="") as file:
                 csv.writer(file).writerow(self._rows[-1].values())
         for logger in self._loggers:
-            logger.add({key: value for key, value in row.items() if value is not None})
+            logger.add({key: value for key, value in row.items() if isinstance(value, (int, float))})
 
     def _write(self) -> None:
         columns = list(dict.fromkeys(key for row in self._rows for key in row))

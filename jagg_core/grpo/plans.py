@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from torch import Tensor
+
 from jagg_core.grpo.config import PlanSettings
 from jagg_core.plan import (
     Plan,
@@ -19,14 +21,16 @@ from jagg_core.seeding import generator_for
 from jagg_core.trajectory import Trajectory
 
 
-def make_plan(settings: PlanSettings, trajectory: Trajectory, seed: int) -> Plan:
-    """The plan for ``trajectory``; ``seed`` is of the steps that a subsample keeps.
+def make_plan(settings: PlanSettings, sigmas: Tensor, seed: int, trajectory: Trajectory | None = None) -> Plan:
+    """The plan for trained steps at ``sigmas``, ``[T]`` or ``[B, T]``; ``seed`` is of the steps that a subsample keeps.
+
+    With ``trajectory`` a calibration of other rollouts is refused here.
 
     Raises:
         ReplayMismatch: a calibration of other rollouts.
         RecordError: the calibration has no such window.
     """
-    sigmas, name = trajectory.sigmas, settings.estimator
+    name = settings.estimator
     if name == "exact":
         return exact_plan(sigmas)
     if name == "jagg":

@@ -16,6 +16,7 @@ from jagg_core.grpo.learner import Learner
 from jagg_core.grpo.log import Log
 from jagg_core.grpo.trainer import GRPOTrainer, Metrics
 from jagg_core.records import environment, plain, read_json, require_writable, write_json
+from jagg_core.rewards import reward_versions
 
 FREE = {"model": ("device",), "run": ("updates", "checkpoint_every", "keep", "timeout", "tensorboard", "wandb")}
 """Settings that a resumed run may change, beside those of ``parallel``; all others decide what is computed."""
@@ -31,8 +32,8 @@ def train(
 ) -> GRPOTrainer:
     """Train in a run folder. Called on every rank.
 
-    The folder gets ``config.json``, ``environment.json``, ``metrics.csv``, ``evaluation.csv``, ``checkpoints/``, and
-    at the end ``weights.safetensors``.
+    The folder gets ``config.json``, ``environment.json``, ``metrics.csv``, ``evaluation.csv``, ``recalibration.csv``,
+    ``checkpoints/``, and at the end ``weights.safetensors``.
 
     Args:
         config: the run.
@@ -58,11 +59,19 @@ def train(
         trainer.learner.masters.publish()
     if rank() == 0:
         write_json(folder / "config.json", asdict(config))
-        write_json(folder / "environment.json", environment() | {"ranks": ranks()})
+        versions = {
+            k: v for one in (trainer.reward, *trainer.watched.values()) for k, v in reward_versions(one).items()
+        }
+        write_json(folder / "environment.json", environment() | {"ranks": ranks(), "rewards": versions})
     barrier()
     logs = _open_logs(folder, config, trainer.update) if rank() == 0 else None
     try:
         while trainer.update < config.run.updates:
+            every = config.plan.recalibrate_every
+            if every and trainer.update and trainer.update % every == 0:
+                found = trainer.recalibrate()
+                if logs is not None:
+                    logs[2].add({"update": trainer.update, **found})
             metrics = trainer.step()
             due = config.run.eval_every and trainer.update % config.run.eval_every == 0
             evaluated = trainer.evaluate() if due else None
@@ -115,9 +124,10 @@ def export(learner: Learner, path: Path) -> None:
         partial.replace(path)
 
 
-def _open_logs(folder: Path, config: GRPOConfig, done: int) -> tuple[Log, Log]:
+def _open_logs(folder: Path, config: GRPOConfig, done: int) -> list[Log]:
     plain_csv = replace(config.run, tensorboard=False, wandb="")
-    return Log(folder, config.run, "metrics", done), Log(folder, plain_csv, "evaluation", done)
+    others = [Log(folder, plain_csv, name, done) for name in ("evaluation", "recalibration")]
+    return [Log(folder, config.run, "metrics", done), *others]
 
 
 def _require_fresh_or_same(config: GRPOConfig, folder: Path, resume: bool) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -13,18 +13,34 @@ from jagg_core.backbones import schedule_of
 from jagg_core.distributed import gathered, on_any_rank, rank, ranks
 from jagg_core.engine import Report, accumulate_gradients
 from jagg_core.grpo.config import TRANSITIONS, GRPOConfig
+from jagg_core.grpo.graphs import require_memory
 from jagg_core.grpo.learner import Learner
 from jagg_core.grpo.plans import make_plan
 from jagg_core.grpo.sampling import Samples, prompts_of, random_steps, samples_of, window_of
+from jagg_core.imports import import_object
 from jagg_core.objective import group_advantages, groups_without_signal
 from jagg_core.policy import VelocityPolicy
-from jagg_core.rewards import Reward, load_reward, score
-from jagg_core.rewards.base import RewardNotFinite
+from jagg_core.rewards import Reward, RewardNotFinite, load_reward, options_of, score
 from jagg_core.seeding import derive_seed, initial_latents
 from jagg_core.trajectory import Trajectory, rollout, sample_ode
 
 STAGES = ("rollout", "reward", "forward", "upstream", "backward", "optimizer")
 """What the seconds of an update are counted for; a forward and a backward include their communication."""
+
+
+@dataclass(frozen=True)
+class Recalibration:
+    """New knots, and what a search says of them.
+
+    Attributes:
+        knots: as many as before.
+        cosine_before: of the old knots to exact, on the rollouts of the search.
+        cosine: of the new ones.
+    """
+
+    knots: tuple[int, ...]
+    cosine_before: float
+    cosine: float
 
 
 class TrainingStopped(RuntimeError):
@@ -97,15 +113,19 @@ class GRPOTrainer:
         self.learner = Learner(config)
         backbone = self.learner.backbone
         self.reward = self._load_reward(config.reward.name)
+        self.watched = {name: self._load_reward(name) for name in config.run.eval_rewards}
         self.sigmas = schedule_of(backbone, config.rollout.schedule, config.rollout.steps, config.rollout.shift)
         self.transition = TRANSITIONS[config.rollout.transition](config.rollout.eta)
         self.objective = config.objective.build()
         self.update = 0
+        self.plan = config.plan
         self.skipped_in_a_row = self.skipped = 0
+        self._fits = False
 
     def _load_reward(self, name: str) -> Reward:
         backbone = self.learner.backbone
-        return load_reward(name, dataset=backbone.dataset, device=self.config.model.device)
+        options = options_of(name, self.config.reward.options)
+        return load_reward(name, dataset=backbone.dataset, device=self.config.model.device, options=options)
 
     def step(self) -> Metrics:
         """Roll out, score, and step the weights.
@@ -127,12 +147,20 @@ class GRPOTrainer:
         self.update += 1
         return metrics
 
-    def _collect(self, metrics: Metrics) -> list[Collected]:
+    def batches(self, purpose: str) -> list[tuple[VelocityPolicy, Trajectory, Tensor]]:
+        """Micro-batches of the policy as it is, with advantages, that no update sees: drawn for another purpose."""
+        metrics = Metrics(self.update)
+        found = self._collect(metrics, purpose)
+        values = self._advantages(found, metrics)
+        return [(one.policy, one.trajectory, advantages) for one, advantages in zip(found, values, strict=True)]
+
+    def _collect(self, metrics: Metrics, purpose: str = "update") -> list[Collected]:
         """This rank's samples of the update, in micro-batches, with their rewards."""
         given, seed = self.config.rollout, self.config.run.seed
         prompts = prompts_of(self.learner.backbone.prompts, given.prompts, seed, self.update)
         window = window_of(given, seed, self.update)
-        own = derive_seed(seed, "update", self.update)
+        own = derive_seed(seed, purpose, self.update)
+        graph_at = self._graph_at(window) if purpose == "update" else ()
         found = []
         for samples in samples_of(prompts, given.samples, rank(), ranks()).split(given.micro_batch):
             with _timed(metrics, "rollout"):
@@ -146,6 +174,7 @@ class GRPOTrainer:
                     sample_ids=samples.ids,
                     timestep_mode=given.timestep_mode,
                     window=window,
+                    graph_at=graph_at,
                 )
             with _timed(metrics, "reward"):
                 images = self.learner.backbone.decode(trajectory.final)
@@ -221,7 +250,7 @@ class GRPOTrainer:
 
     def _accumulate(self, batch: Collected, advantages: Tensor, inside: range, samples: int) -> Report:
         """Add the gradient of some samples of a micro-batch; the loss is the mean over ``samples`` and their steps."""
-        trajectory, given = batch.trajectory, self.config.plan
+        trajectory, given = batch.trajectory, self.plan
         if len(inside) < trajectory.batch:
             trajectory = trajectory.cut(inside)
         reference = self.learner.reference(batch.samples.prompts) if self.objective.kl_beta > 0 else None
@@ -229,7 +258,7 @@ class GRPOTrainer:
             batch.policy,
             trajectory,
             advantages[inside.start : inside.stop],
-            make_plan(given, trajectory, derive_seed(self.config.run.seed, "plan", self.update)),
+            make_plan(given, trajectory.sigmas, self._plan_seed(), trajectory),
             self.objective,
             given.upstream,
             given.backward,
@@ -238,6 +267,23 @@ class GRPOTrainer:
             partly_clipped=given.partly_clipped,
             clock=timer,
         )
+
+    def _plan_seed(self) -> int:
+        return derive_seed(self.config.run.seed, "plan", self.update)
+
+    def _graph_at(self, window: range | None) -> tuple[int, ...]:
+        """Steps whose graphs a rollout keeps, once they are known to fit."""
+        given = self.config.rollout
+        if not self.plan.keep_graphs:
+            return ()
+        sigmas = self.sigmas[:-2] if window is None else self.sigmas[list(window)]
+        knots = make_plan(self.plan, sigmas, self._plan_seed()).knots
+        if not self._fits:
+            backbone = self.learner.backbone
+            policy = self.learner.policy(backbone.prompts[:1])
+            require_memory(policy, self._latents(0, (0,)), len(knots), given.batch // ranks())
+            self._fits = True
+        return knots
 
     def _skip(self, metrics: Metrics, reason: str) -> None:
         metrics.skipped = reason
@@ -258,7 +304,7 @@ class GRPOTrainer:
         given, backbone = self.config.run, self.learner.backbone
         seed = derive_seed(given.seed, "evaluation")
         prompts = [backbone.prompts[i % len(backbone.prompts)] for i in range(given.eval_prompts)]
-        rewards = {self.config.reward.name: self.reward} | {n: self._load_reward(n) for n in given.eval_rewards}
+        rewards = {self.config.reward.name: self.reward} | self.watched
         own = samples_of(prompts, given.eval_samples, rank(), ranks())
         values: dict[str, list[Tensor]] = {name: [] for name in rewards}
         with self.learner.averaged():
@@ -271,14 +317,29 @@ class GRPOTrainer:
                     values[name].append(score(reward, images, samples.prompts))
         return {name: float(gathered(torch.cat(found)).mean()) for name, found in values.items()}
 
+    def recalibrate(self) -> dict[str, float | str]:
+        """Search the knots anew for the policy as it is, and train with them from here on. Returns what was found."""
+        search: Any = import_object(self.plan.recalibrate, "recalibrate", "module:function")
+        found = search(self)
+        before = make_plan(self.plan, self.sigmas[:-2], 0).knots
+        self._take_knots(found.knots)
+        told = {name: " ".join(map(str, knots)) for name, knots in (("knots_before", before), ("knots", found.knots))}
+        return told | {"cosine_before": found.cosine_before, "cosine": found.cosine}
+
+    def _take_knots(self, knots: tuple[int, ...]) -> None:
+        self.plan = replace(self.plan, knots=knots, calibration="")
+
     def state(self) -> dict[str, Any]:
         """What a checkpoint holds besides tensors."""
-        return {"optimizer_steps": self.learner.steps, "skipped": self.skipped, "in_a_row": self.skipped_in_a_row}
+        counts = {"optimizer_steps": self.learner.steps, "skipped": self.skipped, "in_a_row": self.skipped_in_a_row}
+        return counts | {"knots": list(self.plan.knots)}
 
     def restore(self, update: int, state: dict[str, Any]) -> None:
         """Go on after ``update``, once the learner's tensors were read."""
         self.update = update
         self.skipped, self.skipped_in_a_row = int(state["skipped"]), int(state["in_a_row"])
+        if state["knots"]:
+            self._take_knots(tuple(state["knots"]))
         self.learner.restored(int(state["optimizer_steps"]))
 
 

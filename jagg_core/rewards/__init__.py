@@ -1,6 +1,13 @@
 """Rewards: what a policy is trained to increase. Load one with `load_reward`, call it through `score`."""
 
-from jagg_core.rewards.base import FunctionReward, Reward, WeightedSum, reward_versions, score
+from jagg_core.rewards.base import (
+    FunctionReward,
+    Reward,
+    RewardNotFinite,
+    WeightedSum,
+    reward_versions,
+    score,
+)
 from jagg_core.rewards.classifier import ClassifierLogProb, load_classifier, read_as_prompted, train_classifier
 from jagg_core.rewards.pixels import Colourfulness, Ink, Redness, Sharpness
 from jagg_core.rewards.preference import PreferenceReward
@@ -14,6 +21,7 @@ __all__ = [
     "PreferenceReward",
     "Redness",
     "Reward",
+    "RewardNotFinite",
     "Sharpness",
     "WeightedSum",
     "check_reward",

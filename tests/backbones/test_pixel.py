@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from jagg_core.backbones import load_backbone
 from jagg_core.backbones.pixel import DIGITS_FLUX, PHOTOS_FLUX, PHOTOS_QWEN, PixelBackbone, PixelPolicy, PixelSpec
 from jagg_core.policy import ClassifierFreeGuidance, VelocityPolicy
 from jagg_core.rewards.classifier import CLASSIFIERS
@@ -328,3 +329,17 @@ def test_unknown_prompts_are_refused(make_tiny: MakeTiny) -> None:
 def test_no_prompts_are_refused(make_tiny: MakeTiny) -> None:
     with pytest.raises(ValueError, match="prompts: at least one is needed, found none"):
         make_tiny().policy([])
+
+
+@pytest.mark.parametrize("name", ["digits-flux", "photos-qwen"])
+def test_a_lora_alone_is_trained_and_changes_nothing_at_first(name: str) -> None:
+    plain, adapted = load_backbone(name), load_backbone(name, lora_rank=2)
+    latents, sigma, rows = torch.randn(1, *plain.latent_shape), torch.full((1,), 0.5), torch.zeros(1, dtype=torch.long)
+    with torch.no_grad():
+        expected, found = (b.policy(b.prompts[:1]).velocity(latents, sigma, rows) for b in (plain, adapted))
+    torch.testing.assert_close(found, expected)
+    trained = [name for name, p in adapted.transformer.named_parameters() if p.requires_grad]
+    assert trained
+    assert all("lora_" in name for name in trained)
+    with pytest.raises(ValueError, match="lora_alpha must be positive, beside a lora_rank, found 4 at rank 0"):
+        load_backbone(name, lora_alpha=4)

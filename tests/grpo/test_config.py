@@ -80,6 +80,11 @@ REFUSED: list[tuple[dict[str, dict[str, Any]], str]] = [
     ({"optimizer": {"learning_rate": 0.0}}, "learning_rate must be positive and finite, found 0.0"),
     ({"optimizer": {"beta2": 1.0}}, "beta2 must be at least 0 and below 1, found 1.0"),
     ({"run": {"updates": 0}}, "updates must be at least 1, found 0"),
+    ({"reward": {"name": "inkk"}}, "unknown reward 'inkk', nearest is 'ink'"),
+    ({"run": {"eval_rewards": ("inkk",)}}, "unknown reward 'inkk', nearest is 'ink'"),
+    ({"reward": {"options": ("pickscore.path=x",)}}, r"\['pickscore.path=x'\] are for none of the rewards"),
+    ({"plan": {"recalibrate_every": 3, "estimator": "spline"}}, "recalibrate_every is for the estimator causal"),
+    ({"plan": {"recalibrate_every": 3, "recalibrate": "nowhere:f"}}, "there is no module 'nowhere'"),
 ]
 
 

@@ -159,6 +159,20 @@ def test_a_run_that_stops_keeps_its_log(tmp_path: Path) -> None:
     assert (row["update"], row["skipped"], row["reward_mean"]) == ("1", "1", "")
 
 
+def test_knots_are_searched_anew_and_a_resumed_run_has_them(tmp_path: Path) -> None:
+    config = changed(
+        rollout={"steps": 7}, plan={"knots": (0, 1), "recalibrate_every": 2}, run={"updates": 3, "checkpoint_every": 0}
+    )
+    trainer = train(config, tmp_path)
+    [row] = read_rows(tmp_path / "recalibration.csv")
+    assert (row["update"], row["knots_before"]) == ("2", "0 1")
+    assert trainer.plan.knots == tuple(map(int, row["knots"].split())) != (0, 1)
+    assert float(row["cosine"]) > float(row["cosine_before"])
+    resumed = GRPOTrainer(config)
+    read(resumed, newest(tmp_path))
+    assert resumed.plan == trainer.plan
+
+
 class TestLog:
     def test_rows_after_the_checkpoint_are_dropped(self, tmp_path: Path) -> None:
         log = Log(tmp_path, SMALL.run, "metrics", 0)

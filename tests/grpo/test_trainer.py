@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from jagg_core import DanceSDE, initial_latents, rollout
 from jagg_core.backbones import load_backbone
-from jagg_core.grpo import GRPOTrainer, TrainingStopped
+from jagg_core.grpo import GRPOTrainer, TrainingStopped, graphs
+from jagg_core.grpo.graphs import graph_bytes
 from jagg_core.grpo.learner import Learner, WithoutAdapter
 from jagg_core.grpo.sampling import prompts_of
 from jagg_core.grpo.weights import MasterWeights
@@ -276,3 +277,43 @@ class TestAdapters:
             with pytest.raises(IndexError):
                 WithoutAdapter(policy, learner.backbone.transformer).velocity(latents, sigma, rows + 5)
             assert torch.equal(policy.velocity(latents, sigma, rows), adapted)
+
+
+class TestKeptGraphs:
+    """The rollout's own graphs in the place of the update's forwards."""
+
+    @pytest.mark.parametrize("name", ["causal", "jagg", "exact"])
+    def test_they_give_the_same_gradient_without_a_forward(self, name: str) -> None:
+        config = changed(plan=PLANS[name], model={"ema_decay": 0.0})
+        kept = changed(config, plan={"keep_graphs": True})
+        expected, found = gradient_of(config), gradient_of(kept)
+        assert (found - expected).norm() < 1e-5 * expected.norm()
+        assert GRPOTrainer(kept).step().forwards == 0
+
+    def test_too_much_memory_is_refused_with_the_number(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        trainer = GRPOTrainer(changed(plan={"keep_graphs": True}))
+        policy = trainer.learner.policy(["3"])
+        needed = graph_bytes(policy, torch.randn(1, 16, 4)) * 2 * 8
+        monkeypatch.setattr(graphs, "free_bytes", lambda device: needed - 1)
+        with pytest.raises(ValueError, match=rf"keep_graphs needs {needed / 2**30:.2f} GiB for 2 knots of 8 samples"):
+            trainer.step()
+
+    def test_what_is_saved_grows_with_the_rows_and_shrinks_under_checkpointing(self) -> None:
+        backbone = load_backbone("digits-flux")
+        policy = backbone.policy(["3"])
+        plain_bytes = graph_bytes(policy, torch.randn(1, 16, 4))
+        backbone.enable_gradient_checkpointing()
+        assert 0 < graph_bytes(policy, torch.randn(1, 16, 4)) < 0.5 * plain_bytes
+
+    @pytest.mark.parametrize(
+        ("sections", "message"),
+        [
+            ({"plan": {"predict": True}}, "predict must be False, found True"),
+            ({"optimizer": {"epochs": 2}}, "epochs must be 1, found 2"),
+            ({"rollout": {"trained": "random", "fraction": 0.9}}, "trained must be all or window, found random"),
+        ],
+        ids=["predict", "epochs", "random"],
+    )
+    def test_it_is_for_one_step_on_policy(self, sections: dict[str, Any], message: str) -> None:
+        with pytest.raises(ValueError, match=message):
+            changed(changed(plan={"keep_graphs": True}), **sections)

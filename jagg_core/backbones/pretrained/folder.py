@@ -9,6 +9,8 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
+from jagg_core.hub import find_files
+
 PATTERNS = ("*.json", "*.safetensors", "*.txt", "*.model", "*.jinja")
 """What is fetched from the hub: no pickled weights, no code."""
 
@@ -151,15 +153,6 @@ def _safetensors_size(file: Path) -> int:
     return 8 + length + int(max(ends, default=0))
 
 
-def _expanded(path: str) -> Path:
-    try:
-        return Path(path).expanduser().resolve()
-    except RuntimeError as error:  # the home of a user that there is not
-        raise ValueError(
-            f"path: there is no folder {path}; allowed: a folder in diffusers' layout, or a hub id ({error})"
-        ) from error
-
-
 def find_folder(hub_id: str, path: str | None = None, revision: str | None = None) -> ModelFolder:
     """The folder ``path`` if it is one; else the hub's ``path`` or ``hub_id`` at ``revision``, fetched or in the cache.
 
@@ -168,40 +161,5 @@ def find_folder(hub_id: str, path: str | None = None, revision: str | None = Non
     Raises:
         ValueError: no such folder or repository, no access to a gated one, or no connection; says what to do.
     """
-    name = hub_id if path is None else path
-    local_folder = None if path is None else _expanded(path)
-    if local_folder is not None and local_folder.is_dir():
-        if revision is not None:
-            raise ValueError(f"revision is for models of the hub, and {path} is a local folder, found {revision!r}")
-        return ModelFolder(local_folder)
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import (
-        GatedRepoError,
-        HfHubHTTPError,
-        HFValidationError,
-        LocalEntryNotFoundError,
-        RepositoryNotFoundError,
-        RevisionNotFoundError,
-    )
-
-    local = "or give a local folder: path=FOLDER"
-    if path is not None and (path.startswith((".", "~", "/")) or path.count("/") > 1):
-        raise ValueError(f"path: there is no folder {path}; allowed: a folder in diffusers' layout, or a hub id")
-    try:
-        return ModelFolder(Path(snapshot_download(name, revision=revision, allow_patterns=list(PATTERNS))))
-    except GatedRepoError as error:
-        raise ValueError(
-            f"{name} is gated: accept its licence at https://huggingface.co/{name}, then log in with `hf auth login`, "
-            f"{local}"
-        ) from error
-    except RevisionNotFoundError as error:
-        raise ValueError(f"revision: {name} has no {revision!r} (a branch, tag or commit)") from error
-    except (RepositoryNotFoundError, HFValidationError) as error:
-        raise ValueError(
-            f"path: no folder and no model of the hub is called {name!r}; a private one needs a login"
-        ) from error
-    except (LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
-        raise ValueError(
-            f"{name} is not on this machine and the hub cannot be reached ({type(error).__name__}): "
-            f"connect once, {local}"
-        ) from error
+    found, _ = find_files("path", hub_id if path is None else path, PATTERNS, revision, "a folder in diffusers' layout")
+    return ModelFolder(found)

@@ -8,9 +8,9 @@ from typing import get_args
 import torch
 from torch import nn
 
+from jagg_core.backbones.lora import add_lora, check_lora
 from jagg_core.backbones.pretrained.base import Calls, Configs, PretrainedBackbone, PublishedModel
 from jagg_core.backbones.pretrained.folder import ModelFolder, find_folder
-from jagg_core.backbones.lora import add_lora, check_lora
 from jagg_core.backbones.pretrained.prompts import PROMPTS, read_prompts
 
 

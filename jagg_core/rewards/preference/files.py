@@ -15,6 +15,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
+from jagg_core.hub import find_files
+
 CONFIG = "config.json"
 PREPROCESSOR = "preprocessor_config.json"
 TOKENIZER = "tokenizer.json"
@@ -59,57 +61,13 @@ class Source:
 
 
 def find_source(setting: str, name: str, patterns: Sequence[str], revision: str | None = None) -> Source:
-    """The folder ``name`` if it is one; else files of the hub's ``name`` that match, fetched or in the cache.
-
-    ``setting``: the option that gives the name, for the errors.
+    """The folder ``name`` if it is one; else files of the hub's ``name``. See `jagg_core.hub.find_files`.
 
     Raises:
-        ValueError: no such folder or repository, no access to a gated one, or no connection; says what to do.
+        ValueError: see there.
     """
-    folder = _expanded(setting, name)
-    if folder.is_dir():
-        if revision is not None:
-            raise ValueError(f"revision is for networks of the hub, and {name} is a local folder, found {revision!r}")
-        return Source(folder, folder.name)
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import (
-        GatedRepoError,
-        HfHubHTTPError,
-        HFValidationError,
-        LocalEntryNotFoundError,
-        RepositoryNotFoundError,
-        RevisionNotFoundError,
-    )
-
-    local = f"or give a local folder: {setting}=FOLDER"
-    if name.startswith((".", "~", "/")) or name.count("/") > 1:
-        raise ValueError(f"{setting}: there is no folder {name}; allowed: a folder, or a hub id")
-    try:
-        fetched = Path(snapshot_download(name, revision=revision, allow_patterns=list(patterns)))
-    except GatedRepoError as error:
-        raise ValueError(
-            f"{name} is gated: accept its licence at https://huggingface.co/{name}, then log in with `hf auth login`, "
-            f"{local}"
-        ) from error
-    except RevisionNotFoundError as error:
-        raise ValueError(f"revision: {name} has no {revision!r} (a branch, tag or commit)") from error
-    except (RepositoryNotFoundError, HFValidationError) as error:
-        raise ValueError(
-            f"{setting}: no folder and no repository of the hub is called {name!r}; a private one needs a login"
-        ) from error
-    except (LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
-        raise ValueError(
-            f"{name} is not on this machine and the hub cannot be reached ({type(error).__name__}): "
-            f"connect once, {local}"
-        ) from error
-    return Source(fetched, name, fetched.name)
-
-
-def _expanded(setting: str, path: str) -> Path:
-    try:
-        return Path(path).expanduser().resolve()
-    except RuntimeError as error:  # the home of a user that there is not
-        raise ValueError(f"{setting}: there is no folder {path} ({error})") from error
+    folder, commit = find_files(setting, name, patterns, revision)
+    return Source(folder, name if commit else folder.name, commit)
 
 
 def fingerprint(files: Sequence[Path]) -> str:

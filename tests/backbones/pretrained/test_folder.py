@@ -189,7 +189,7 @@ def test_pickled_weights_are_not_read(folder: Path) -> None:
         ({"height": "16"}, "height must be a whole number of pixels, found '16'"),
         ({"negative_prompt": "grey"}, "negative_prompt is for classifier-free guidance, which flux-dev has not"),
         ({"text_tokens": 513}, "text_tokens must be at most 512 for flux-dev, found 513"),
-        ({"revision": "main"}, "revision is for models of the hub, and .* is a local folder, found 'main'"),
+        ({"revision": "main"}, "revision is for the hub, and .* is a local folder, found 'main'"),
     ],
 )
 def test_options_out_of_range(folder: Path, option: dict[str, Any], match: str) -> None:
@@ -243,7 +243,7 @@ def answer(status: int) -> Any:
             lambda: errors.GatedRepoError("", response=answer(403)),
             "is gated: accept its licence at http.*hf auth login",
         ),
-        (lambda: errors.RepositoryNotFoundError("", response=answer(404)), "no model of the hub is called"),
+        (lambda: errors.RepositoryNotFoundError("", response=answer(404)), "no repository of the hub is called"),
         (lambda: errors.RevisionNotFoundError("", response=answer(404)), "revision: .* has no 'v9'"),
         (lambda: errors.HfHubHTTPError("", response=answer(500)), "the hub cannot be reached"),
         (lambda: ConnectionError("no route"), r"the hub cannot be reached \(ConnectionError\)"),

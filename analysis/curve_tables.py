@@ -1,0 +1,138 @@
+"""Tables of reward curves: every run, held-out rewards, and a verdict on every arm beside exact."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from scipy import stats
+
+from jagg_core.records import Cell, Record
+
+VERDICTS = ("inside exact's band", "better", "worse", "inconclusive")
+"""What an arm's final reward may be called beside exact's."""
+
+
+def runs(record: Record) -> list[Cell]:
+    """Runs that ended well."""
+    return [cell for cell in record.cells if cell.status == "ok"]
+
+
+def training(record: Record) -> pd.DataFrame:
+    """A row per run and update: the reward of the samples that were trained on, and seconds."""
+    rows = []
+    for cell in runs(record):
+        about = {"arm": cell.settings["arm"], "seed": cell.settings["seed"]}
+        names = [name for name in ("reward", "grad_norm", "update_s", "step_s") if name in cell.samples]
+        for place in range(len(cell.samples["reward"])):
+            rows.append(about | {"update": place + 1} | {name: cell.samples[name][place] for name in names})
+    return pd.DataFrame(rows)
+
+
+def held_out(record: Record) -> pd.DataFrame:
+    """A row per run, evaluation and reward."""
+    rows = []
+    for cell in runs(record):
+        about = {"arm": cell.settings["arm"], "seed": cell.settings["seed"]}
+        for name, values in cell.samples.items():
+            if name.startswith("held_out "):
+                reward = name.removeprefix("held_out ")
+                for after, value in zip(cell.samples["evaluated_after"], values, strict=True):
+                    rows.append(about | {"after": int(after or 0), "reward": reward, "value": value})
+    return pd.DataFrame(rows)
+
+
+def verdict(arm: Sequence[float], exact: Sequence[float]) -> tuple[str, float, float | None, float | None]:
+    """Final rewards of an arm beside exact's, seed by seed: one of `VERDICTS`, the mean difference, its 95 % interval.
+
+    Equal quality is said only of an arm whose mean lies inside the range of exact's own seeds; better or worse only if
+    it lies outside and the interval of the paired difference leaves zero out.
+    """
+    difference = np.array(arm) - np.array(exact)
+    mean = float(difference.mean())
+    if len(difference) < 2:
+        return "inconclusive", mean, None, None
+    half = float(stats.t.ppf(0.975, len(difference) - 1) * difference.std(ddof=1) / np.sqrt(len(difference)))
+    low, high = mean - half, mean + half
+    found = "inconclusive"
+    if min(exact) <= np.mean(arm) <= max(exact):
+        found = "inside exact's band"
+    elif low > 0:
+        found = "better"
+    elif high < 0:
+        found = "worse"
+    return found, mean, low, high
+
+
+def reached(after: Sequence[int], values: Sequence[float], target: float) -> float | None:
+    """Updates until a curve first reaches ``target``, interpolated between evaluations; None if it never does."""
+    for place, value in enumerate(values):
+        if value >= target:
+            if place == 0:
+                return float(after[0])
+            before, step = values[place - 1], after[place] - after[place - 1]
+            return after[place - 1] + step * (target - before) / (value - before)
+    return None
+
+
+def arms(record: Record, table: pd.DataFrame, evaluated: pd.DataFrame) -> pd.DataFrame:
+    """A row per arm: its cost, its final held-out reward, the verdict, and seconds until exact's final reward."""
+    settings = record.settings
+    final = evaluated[(evaluated["after"] == settings["updates"])].pivot_table(
+        index=["arm", "seed"], columns="reward", values="value"
+    )
+    trained = settings["reward"]
+    passes: dict[str, int] = {cell.settings["arm"]: cell.values["passes"] for cell in runs(record)}
+    seconds = table.groupby("arm")[["update_s", "step_s"]].median()
+    curves = evaluated[evaluated["reward"] == trained].groupby(["arm", "after"])["value"].mean()
+    target = float(curves["exact"].loc[settings["updates"]])
+    rows = []
+    for arm in dict.fromkeys(table["arm"]):
+        seeds = sorted(set(final.loc[arm].index) & set(final.loc["exact"].index))
+        ours, exact = final.loc[arm].loc[seeds], final.loc["exact"].loc[seeds]
+        said, mean, low, high = verdict(list(ours[trained]), list(exact[trained]))
+        curve = curves[arm]
+        needed = reached(list(curve.index), list(curve), target)
+        row: dict[str, Any] = {
+            "arm": arm,
+            "passes": passes[arm],
+            "seeds": len(seeds),
+            "update_s": seconds.loc[arm, "update_s"],
+            "step_s": seconds.loc[arm, "step_s"],
+            "backward_speed_up": passes["exact"] / passes[arm],
+            "update_speed_up": seconds.loc["exact", "update_s"] / seconds.loc[arm, "update_s"],
+            "step_speed_up": seconds.loc["exact", "step_s"] / seconds.loc[arm, "step_s"],
+            "final": float(ours[trained].mean()),
+            "final_min": float(ours[trained].min()),
+            "final_max": float(ours[trained].max()),
+            "difference": mean,
+            "difference_low": low,
+            "difference_high": high,
+            "verdict": "" if arm == "exact" else said,
+            "updates_to_exact": needed,
+            "seconds_to_exact": None if needed is None else needed * seconds.loc[arm, "step_s"],
+        }
+        rows.append(row | {f"final {name}": float(ours[name].mean()) for name in settings["watched"]})
+    frame = pd.DataFrame(rows)
+    exact_s = frame.loc[frame["arm"] == "exact", "seconds_to_exact"].iloc[0]
+    frame["time_to_exact"] = frame["seconds_to_exact"].astype(float) / float(exact_s)
+    return frame
+
+
+def all_tables(record: Record) -> dict[str, pd.DataFrame]:
+    """Every table by the name of its file; empty ones where no run of exact ended well."""
+    failures = pd.DataFrame(
+        [{"cell": c.name, "status": c.status, "reason": c.reason} for c in record.cells if c.status != "ok"],
+        columns=["cell", "status", "reason"],
+    )
+    table, evaluated = training(record), held_out(record)
+    if not len(table) or "exact" not in set(table["arm"]):
+        return {"failures": failures}
+    return {
+        "training": table,
+        "held_out": evaluated,
+        "arms": arms(record, table, evaluated),
+        "failures": failures,
+    }

@@ -1,0 +1,60 @@
+"""Files of the Hugging Face hub, or of a local folder in their place."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+
+def find_files(
+    setting: str, name: str, patterns: Sequence[str], revision: str | None = None, layout: str = "a folder"
+) -> tuple[Path, str]:
+    """The folder ``name`` if it is one; else files of the hub's ``name`` that match, fetched or in the cache.
+
+    ``setting``: the option that gives the name, and ``layout``: what folder it may be, for the errors. Returns the
+    folder, and the commit of the hub, which is empty for a local one.
+
+    Raises:
+        ValueError: no such folder or repository, no access to a gated one, or no connection; says what to do.
+    """
+    nowhere = f"{setting}: there is no folder {name}; allowed: {layout}, or a hub id"
+    try:
+        folder = Path(name).expanduser().resolve()
+    except RuntimeError as error:  # the home of a user that there is not
+        raise ValueError(nowhere) from error
+    if folder.is_dir():
+        if revision is not None:
+            raise ValueError(f"revision is for the hub, and {name} is a local folder, found {revision!r}")
+        return folder, ""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        HfHubHTTPError,
+        HFValidationError,
+        LocalEntryNotFoundError,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+    )
+
+    local = f"or give a local folder: {setting}=FOLDER"
+    if name.startswith((".", "~", "/")) or name.count("/") > 1:
+        raise ValueError(nowhere)
+    try:
+        fetched = Path(snapshot_download(name, revision=revision, allow_patterns=list(patterns)))
+    except GatedRepoError as error:
+        raise ValueError(
+            f"{name} is gated: accept its licence at https://huggingface.co/{name}, then log in with `hf auth login`, "
+            f"{local}"
+        ) from error
+    except RevisionNotFoundError as error:
+        raise ValueError(f"revision: {name} has no {revision!r} (a branch, tag or commit)") from error
+    except (RepositoryNotFoundError, HFValidationError) as error:
+        raise ValueError(
+            f"{setting}: no folder and no repository of the hub is called {name!r}; a private one needs a login"
+        ) from error
+    except (LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
+        raise ValueError(
+            f"{name} is not on this machine and the hub cannot be reached ({type(error).__name__}): "
+            f"connect once, {local}"
+        ) from error
+    return fetched, fetched.name

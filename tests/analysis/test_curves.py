@@ -1,0 +1,164 @@
+"""Reward curves: arms in lockstep on the same samples, and what may be said of them."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from analysis.curve_tables import all_tables, arms, held_out, reached, training, verdict
+from analysis.curves import NOT_REACHED, Curves, run
+from analysis.report import write_report
+from jagg_core.records import Cell, Record
+
+SMALL = Curves(
+    updates=2,
+    longer=1.5,
+    seeds=2,
+    prompts=2,
+    samples=2,
+    micro_batch=4,
+    steps=5,
+    eval_every=1,
+    eval_prompts=2,
+    eval_samples=1,
+    arms=("exact", "paper-1.0"),
+)
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Record, Path]:
+    """Two arms and two seeds of a real training."""
+    folder = tmp_path_factory.mktemp("curves")
+    return run(SMALL, folder), folder
+
+
+def test_arms_of_a_seed_start_from_the_same_samples_and_go_on_longer(made: tuple[Record, Path]) -> None:
+    record, _ = made
+    assert [cell.name for cell in record.cells] == [f"{arm}/seed={s}" for s in (0, 1) for arm in SMALL.arms]
+    exact, paper, other = (record.cells[place] for place in (0, 1, 2))
+    assert exact.samples["reward"][0] == paper.samples["reward"][0] != other.samples["reward"][0]
+    assert exact.samples["reward"][1] != paper.samples["reward"][1]
+    assert (len(exact.samples["reward"]), len(paper.samples["reward"])) == (2, 3)
+    assert exact.samples["evaluated_after"] == [0.0, 1.0, 2.0]
+    assert exact.samples["held_out ink"][0] == paper.samples["held_out ink"][0]
+    assert len(paper.samples["held_out classifier"]) == 4
+    assert (exact.values["passes"], paper.values["passes"]) == (4, 2)
+
+
+def test_seeds_that_are_there_are_not_run_again(made: tuple[Record, Path], tmp_path: Path) -> None:
+    record, _ = made
+    begun = Record(**{**vars(record), "cells": list(record.cells)})
+    begun.cells[2:] = [Cell(cell.name, "skipped", NOT_REACHED) for cell in record.cells[2:]]
+    begun.cells[0] = replace(record.cells[0], samples={**record.cells[0].samples, "grad_norm": [7.0, 7.0]})
+    begun.write(tmp_path / "record.json")
+    found = run(SMALL, tmp_path)
+    assert found.cells[0].samples["grad_norm"] == [7.0, 7.0]
+    assert found.cells[2].samples["reward"] == record.cells[2].samples["reward"]
+
+
+def test_its_page_can_be_made(made: tuple[Record, Path]) -> None:
+    page, shown, said = write_report(made[1])
+    assert "Does the cheaper gradient train as well?" in page.read_text()
+    assert list(shown["arms"]["passes"]) == [4, 2]
+    assert any(sentence.startswith("JAGG (paper), W = 4, all groups: 2.00x in backward passes") for sentence in said)
+
+
+def curve_record(final: dict[str, list[float]], watched: float = 0.5) -> Record:
+    """Two evaluations per run: 0 at the start, ``final`` after two updates, half as much more after three."""
+    cells = []
+    for arm, values in final.items():
+        for seed, value in enumerate(values):
+            seconds = 4.0 if arm == "exact" else 1.0
+            count = 2 if arm == "exact" else 3
+            after, rewards = [0.0, 2.0, 3.0][:count], [0.0, value, 1.5 * value][:count]
+            cells.append(
+                Cell(
+                    f"{arm}/seed={seed}",
+                    settings={"arm": arm, "seed": seed},
+                    samples={
+                        "reward": [0.1] * count,
+                        "grad_norm": [1.0] * count,
+                        "update_s": [seconds] * count,
+                        "step_s": [seconds + 1] * count,
+                        "evaluated_after": after,
+                        "held_out ink": rewards,
+                        "held_out sharpness": [watched] * count,
+                    },
+                    values={"passes": 20 if arm == "exact" else 5},
+                )
+            )
+    settings = {"updates": 2, "longer": 1.5, "reward": "ink", "watched": ["sharpness"]}
+    return Record("curves", [], "b", settings, {}, cells=cells)
+
+
+def test_costs_and_rewards_are_compared_with_exact() -> None:
+    record = curve_record({"exact": [1.0, 1.2, 1.1], "causal-5": [1.0, 1.1, 1.0]})
+    frame = arms(record, training(record), held_out(record)).set_index("arm")
+    row = frame.loc["causal-5"]
+    assert (row["backward_speed_up"], row["update_speed_up"], row["step_speed_up"]) == (4.0, 4.0, 2.5)
+    assert row["final"] == pytest.approx(3.1 / 3)
+    assert row["difference"] == pytest.approx(-0.2 / 3)
+    assert row["verdict"] == "inside exact's band"
+    # 1.1 lies between 3.1 / 3 after two updates and 1.5 times that after three
+    updates = 2 + (1.1 - 3.1 / 3) / (0.5 * 3.1 / 3)
+    assert row["updates_to_exact"] == pytest.approx(updates)
+    assert row["time_to_exact"] == pytest.approx(updates * 2 / (2 * 5))
+    assert (frame.loc["exact", "verdict"], frame.loc["exact", "time_to_exact"]) == ("", 1.0)
+
+
+@pytest.mark.parametrize(
+    ("arm", "exact", "expected"),
+    [
+        ([1.0], [1.0], "inconclusive"),
+        ([1.0, 1.2], [0.9, 1.3], "inside exact's band"),
+        ([0.5, 0.6, 0.55], [1.0, 1.1, 1.05], "worse"),
+        ([2.0, 2.1, 2.05], [1.0, 1.1, 1.05], "better"),
+        ([0.2, 1.6, 0.9], [1.0, 1.1, 1.2], "inconclusive"),
+    ],
+    ids=["one-seed", "inside", "worse", "better", "wide"],
+)
+def test_a_verdict_needs_seeds_and_a_difference(arm: list[float], exact: list[float], expected: str) -> None:
+    assert verdict(arm, exact)[0] == expected
+
+
+def test_the_interval_is_students() -> None:
+    _, mean, low, high = verdict([1.0, 2.0, 3.0], [0.0, 0.0, 0.0])
+    half = 4.302652729749464 / math.sqrt(3)
+    assert (mean, low, high) == pytest.approx((2.0, 2 - half, 2 + half))
+
+
+def test_when_a_curve_reaches_a_reward() -> None:
+    assert reached([0, 5, 10], [0.0, 1.0, 3.0], 2.0) == 7.5
+    assert reached([0, 5], [0.0, 1.0], 2.0) is None
+    assert reached([0, 5], [2.0, 1.0], 2.0) == 0.0
+
+
+def test_without_exact_there_is_nothing_to_compare_with(tmp_path: Path) -> None:
+    record = curve_record({"exact": [1.0, 1.2], "causal-5": [1.0, 1.1]})
+    for cell in record.cells[:2]:
+        cell.status, cell.reason, cell.samples = "failed", "ValueError: no", {}
+    assert list(all_tables(record)) == ["failures"]
+    record.write(tmp_path / "record.json")
+    _, shown, said = write_report(tmp_path)
+    assert list(shown["failures"]["reason"]) == ["ValueError: no"] * 2
+    assert said == ["No run of exact ended well: there is nothing to compare with."]
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"arms": ("paper-0.6",)}, "arms must have 'exact'"),
+        ({"arms": ("exact", "causal-5")}, "arms must be one of"),
+        ({"longer": 0.5}, "longer must be at least 1, found 0.5"),
+        ({"updates": 0}, "updates must be at least 1, found 0"),
+        ({"eta": 0.0}, "eta of DanceSDE must be positive"),
+        ({"centring": "none"}, "centring must be one of"),
+    ],
+    ids=["exact", "unknown", "longer", "updates", "eta", "centring"],
+)
+def test_settings_that_cannot_be_are_refused(settings: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Curves(**settings)  # type: ignore[arg-type]

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, replace
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Literal
 
@@ -54,6 +56,7 @@ class Curves:
         eval_prompts: prompts of an evaluation.
         eval_samples: samples per prompt.
         seed: the first seed.
+        workers: seeds that run at a time, each on one core.
 
     Raises:
         ValueError: a setting out of range.
@@ -79,10 +82,11 @@ class Curves:
     eval_prompts: int = 10
     eval_samples: int = 8
     seed: int = 0
+    workers: int = 1
 
     def __post_init__(self) -> None:
         read_options(self.backbone, self.backbone_options)
-        require_at_least(self, updates=1, seeds=1, eval_every=1)
+        require_at_least(self, updates=1, seeds=1, eval_every=1, workers=1)
         if not 1 <= self.longer < math.inf:
             raise ValueError(f"longer must be at least 1, found {self.longer}")
         require_one_of("centring", self.centring, ("prompt", "batch"))
@@ -159,13 +163,23 @@ def run(settings: Curves, out: Path) -> Record:
         cells=[Cell(_name(arm, seed), "skipped", NOT_REACHED) for seed in seeds for arm in chosen],
     )
     left = [seed for seed in seeds if record.cell(_name("exact", seed)).status != "ok"]
-    updates = max(map(settings.last_update, chosen))
-    with tqdm(total=len(left) * updates, desc="curves", unit="update") as bar:
-        for seed in left:
-            done = {cell.name: cell for cell in _run_seed(settings, chosen, seed, lambda: bar.update())}
+    with tqdm(total=len(left), desc="curves", unit="seed") as bar:
+        for cells in _seeds(settings, chosen, left):
+            done = {cell.name: cell for cell in cells}
             record.cells = [done.get(cell.name, cell) for cell in record.cells]
             record.write(out / "record.json")
+            bar.update()
     return record
+
+
+def _seeds(settings: Curves, chosen: dict[str, PlanSettings], seeds: Sequence[int]) -> Iterator[list[Cell]]:
+    """Cells of every seed, in the order in which they end."""
+    if settings.workers == 1:
+        yield from (_run_seed(settings, chosen, seed) for seed in seeds)
+        return
+    with ProcessPoolExecutor(settings.workers, get_context("spawn"), torch.set_num_threads, (1,)) as pool:
+        for future in as_completed([pool.submit(_run_seed, settings, chosen, seed) for seed in seeds]):
+            yield future.result()
 
 
 def _name(arm: str, seed: int) -> str:
@@ -180,9 +194,7 @@ def _begun(settings: Curves, out: Path) -> Record | None:
     return found if found.kind == "curves" and found.settings == plain(asdict(settings)) else None
 
 
-def _run_seed(
-    settings: Curves, chosen: dict[str, PlanSettings], seed: int, progress: Callable[[], object]
-) -> list[Cell]:
+def _run_seed(settings: Curves, chosen: dict[str, PlanSettings], seed: int) -> list[Cell]:
     cells, trainers = {}, {}
     for arm, estimator in chosen.items():
         cells[arm] = Cell(_name(arm, seed), settings={"arm": arm, "seed": seed, "plan": plain(asdict(estimator))})
@@ -195,7 +207,6 @@ def _run_seed(
             arm = list(chosen)[place]
             if cells[arm].status == "ok" and update < settings.last_update(arm):
                 _advance(cells[arm], trainers[arm], settings)
-        progress()
     return list(cells.values())
 
 

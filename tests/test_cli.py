@@ -71,11 +71,13 @@ def test_all_commands_are_known() -> None:
     assert len(EVERY_COMMAND) == len(set(EVERY_COMMAND)) >= 10
     assert {
         ("jagg_core", ("sample",)),
+        ("jagg_core", ("train",)),
         ("jagg_core", ("backbones", "train")),
         ("jagg_core", ("rewards", "train")),
         ("analysis", ("reproduce",)),
         ("analysis", ("calibrate",)),
         ("analysis", ("collect",)),
+        ("analysis", ("curves",)),
         ("analysis", ("report",)),
         ("bench", ("group",)),
     } <= set(EVERY_COMMAND)

@@ -119,6 +119,8 @@ class GRPOTrainer:
         self.objective = config.objective.build()
         self.update = 0
         self.plan = config.plan
+        if config.plan.calibration:
+            self._check_calibration()
         self.skipped_in_a_row = self.skipped = 0
         self._fits = False
 
@@ -126,6 +128,16 @@ class GRPOTrainer:
         backbone = self.learner.backbone
         options = options_of(name, self.config.reward.options)
         return load_reward(name, dataset=backbone.dataset, device=self.config.model.device, options=options)
+
+    def _check_calibration(self) -> None:
+        """Refuse a calibration of another schedule before the first rollout; the first update checks the rest."""
+        sigmas, steps = make_plan(self.plan, self.sigmas[:-2], 0).sigmas, self.sigmas[:-2]
+        if sigmas is None or sigmas.shape != steps.shape or not torch.allclose(sigmas, steps, atol=1e-6, rtol=0):
+            found = "another" if sigmas is None else f"{len(sigmas)} trained steps, {sigmas[0]:.4g} to {sigmas[-1]:.4g}"
+            raise ValueError(
+                f"calibration: {self.plan.calibration} is of {found}; this run has {len(steps)}, {steps[0]:.4g} to "
+                f"{steps[-1]:.4g}: calibrate with the same steps, shift and schedule"
+            )
 
     def step(self) -> Metrics:
         """Roll out, score, and step the weights.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
@@ -10,12 +11,25 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from jagg_core.grpo import GRPOTrainer, checkpoint
+from jagg_core.grpo import GRPOTrainer, Metrics, checkpoint, train
 from jagg_core.grpo.run import read, write
 from tests.grpo.runs import changed, tensors
 
 CONFIG = changed(run={"eval_prompts": 2, "eval_samples": 2}, optimizer={"learning_rate": 1e-3})
 UPDATES = 5
+
+
+def work_until_one_dies(rank: int, folder: str) -> None:
+    """A run of two ranks, of which the second is gone after two updates."""
+    torch.set_num_threads(1)
+    rendezvous = (Path(folder) / "rendezvous").as_uri()
+    dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=2, timeout=timedelta(seconds=60))
+
+    def die(metrics: Metrics) -> None:
+        if metrics.update == 2 and rank == 1:
+            os._exit(7)
+
+    train(changed(CONFIG, run={"updates": UPDATES, "checkpoint_every": 1}), Path(folder) / "run", progress=die)
 
 
 def work(rank: int, folder: str, ranks: int, shards: int, start: str, updates: int) -> None:

@@ -9,11 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+from torch.multiprocessing import ProcessExitedException
 
-from jagg_core.grpo import GRPOTrainer
+from jagg_core.grpo import GRPOTrainer, checkpoint, train
+from jagg_core.grpo.log import read_rows
 from jagg_core.grpo.run import read, write
-from tests.grpo.parallel_ranks import CONFIG, UPDATES, work
-from tests.grpo.runs import differing, tensors
+from tests.grpo.parallel_ranks import CONFIG, UPDATES, work, work_until_one_dies
+from tests.grpo.runs import changed, differing, tensors
 from tests.spawning import run_ranks
 
 
@@ -73,3 +75,15 @@ def test_copies_of_the_weights_follow_it_too_and_a_run_of_one_resumes_on_two(
         {"ranks": [rank | {"curve": [vars(m) for m in curve] + rank["curve"]} for rank in found["ranks"]]},
         (trainer, alone[1], held_out),
     )
+
+
+def test_a_rank_that_is_lost_ends_the_run_and_it_resumes(
+    alone: tuple[GRPOTrainer, list[Any], dict[str, float]], tmp_path: Path
+) -> None:
+    with pytest.raises(ProcessExitedException, match="process 1 terminated with exit code 7"):
+        run_ranks(work_until_one_dies, 2, tmp_path, seconds=150)
+    config = changed(CONFIG, run={"updates": UPDATES, "checkpoint_every": 1})
+    assert [p.name for p in checkpoint.checkpoints(tmp_path / "run/checkpoints")][-1] == "update-00000002"
+    train(config, tmp_path / "run", resume=True)
+    rewards = [float(row["reward_mean"]) for row in read_rows(tmp_path / "run/metrics.csv")]
+    assert rewards == pytest.approx([metrics.reward_mean for metrics in alone[1]], rel=1e-5)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import warnings
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,11 +14,14 @@ from torch import Tensor, nn
 from jagg_core import DanceSDE, initial_latents, rollout
 from jagg_core.backbones import load_backbone
 from jagg_core.grpo import GRPOTrainer, TrainingStopped, graphs
+from jagg_core.grpo.config import PlanSettings
 from jagg_core.grpo.graphs import graph_bytes
 from jagg_core.grpo.learner import Learner, WithoutAdapter
+from jagg_core.grpo.plans import jagg_frac_of
 from jagg_core.grpo.sampling import prompts_of
 from jagg_core.grpo.weights import MasterWeights
 from jagg_core.objective import step_log_prob
+from jagg_core.records import RecordError
 from jagg_core.rewards import load_reward, score
 from jagg_core.schedule import dance_schedule
 from jagg_core.seeding import derive_seed
@@ -186,6 +191,23 @@ def test_a_velocity_that_is_not_finite_skips_the_update() -> None:
     with torch.no_grad():
         trainer.learner.masters.tensors[0].fill_(float("nan"))
     assert "not finite" in trainer.step().skipped
+
+
+def test_a_calibration_of_another_schedule_is_refused_before_the_first_rollout() -> None:
+    path = Path(__file__).parents[2] / "results/reference/digits-flux-calibration/calibration-eta0.7.json"
+    calibrated = {"calibration": str(path), "knots": (), "passes": 5}
+    with pytest.raises(ValueError, match=r"is of 20 trained steps, 1 to 0\.\d+; this run has 4, 1 to 0\.6667"):
+        GRPOTrainer(changed(plan=calibrated))
+    trainer = GRPOTrainer(changed(plan=calibrated, rollout={"steps": 21, "samples": 2}))
+    assert trainer.step().passes == 5
+
+
+def test_jagg_frac_can_be_the_calibrated_one() -> None:
+    path = Path(__file__).parents[2] / "results/reference/photos-flux-calibration/calibration-eta0.7.json"
+    settings = PlanSettings("jagg", window=5, jagg_frac="calibrated", calibration=str(path))
+    assert jagg_frac_of(settings) == 0.75
+    with pytest.raises(RecordError, match="no jagg_frac for window 7; it has windows"):
+        jagg_frac_of(replace(settings, window=7))
 
 
 def test_the_learning_rate_warms_up() -> None:

@@ -1,0 +1,62 @@
+"""``python -m jagg_core train``, run in this process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from jagg_core.__main__ import main
+from jagg_core.grpo.log import read_rows
+
+FLAGS = [
+    "train",
+    "--model.backbone",
+    "digits-flux",
+    "--reward.name",
+    "ink",
+    "--rollout.prompts",
+    "2",
+    "--rollout.samples",
+    "2",
+    "--rollout.steps",
+    "4",
+    "--plan.estimator",
+    "causal",
+    "--run.updates",
+    "2",
+]
+KNOTS = ["--plan.knots", "[0, 2]"]
+
+
+def refused(arguments: list[str]) -> object:
+    with pytest.raises(SystemExit) as caught:
+        main(arguments)
+    return caught.value.code
+
+
+def test_a_run_is_trained_and_resumed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = [*FLAGS, *KNOTS, "--out", str(tmp_path / "run")]
+    main(arguments)
+    told = capsys.readouterr()
+    assert f"2 updates, 0 skipped; wrote {tmp_path / 'run'}" in told.out
+    assert all(stage in told.err for stage in ("reward 0.", "norm", "rollout", "forward", "backward"))
+    assert refused(arguments) == 2
+    assert "holds a run already; resume it with --resume" in capsys.readouterr().err
+    main([*arguments, "--resume", "--run.updates", "3"])
+    assert [row["update"] for row in read_rows(tmp_path / "run/metrics.csv")] == ["1", "2", "3"]
+
+
+def test_settings_that_do_not_fit_are_an_error_and_leave_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert refused([*FLAGS, "--plan.knots", "[0, 9]", "--out", str(tmp_path / "run")]) == 2
+    assert "knots must be below the 3 trained steps, found [0, 9]" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_run_that_stops_says_why(tmp_path: Path) -> None:
+    broken = ["--reward.name", "tests.grpo.runs:not_a_number", "--run.max_skipped", "1"]
+    code = refused([*FLAGS, *KNOTS, *broken, "--out", str(tmp_path)])
+    assert "stopped: 1 updates in a row were skipped" in str(code)
+    assert "nan for sample 0" in str(code)

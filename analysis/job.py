@@ -29,8 +29,8 @@ from jagg_core import ClippedSurrogate, DanceSDE, Plan, exact_plan
 from jagg_core.backbones import load_backbone
 from jagg_core.images import image_grid, png_bytes
 from jagg_core.plan import groups_of
-from jagg_core.records import Record, command_line, recorded, write_atomically
-from jagg_core.rewards import load_reward
+from jagg_core.records import Record, command_line, environment, recorded, write_atomically
+from jagg_core.rewards import load_reward, reward_versions
 from jagg_core.seeding import derive_seed
 from jagg_core.trajectory import policy_signature, weights_version
 
@@ -58,7 +58,10 @@ class Job:
             settings.backbone, settings.device, getattr(torch, settings.dtype), **settings.loading
         )
         check_prompts(recipe, self.backbone)
-        self.reward = load_reward(settings.reward, dataset=self.backbone.dataset, device=settings.device)
+        self.reward = load_reward(
+            settings.reward, dataset=self.backbone.dataset, device=settings.device, options=settings.reward_options
+        )
+        self.reward_versions = reward_versions(self.reward)
         self.sigmas = recipe.sigmas(self.backbone)[:-2]
         self.objective = ClippedSurrogate()
         automatic = min(4, torch.get_num_threads()) if self.backbone.device.type == "cpu" else 1
@@ -79,6 +82,7 @@ class Job:
             settings=asdict(settings),
             seeds={},
             schedule=self.sigmas.tolist(),
+            environment=environment() | ({"rewards": self.reward_versions} if self.reward_versions else {}),
         )
 
     def batch(self, eta: float, purpose: str, number: int, recipe: Recipe | None = None) -> Batch:
@@ -98,7 +102,12 @@ class Job:
         """What numbers of rollouts depend on."""
         own: dict[str, Any] = {"backbone": self.backbone.name, "weights": self.weights, "prompts": self.prompts}
         own |= {"signature": self.signature, "options": self.options}
-        own |= {"reward": self.settings.reward, "objective": repr(self.objective), "format": TABLE_FORMAT}
+        own |= {
+            "reward": self.settings.reward,
+            **self.reward_versions,
+            "objective": repr(self.objective),
+            "format": TABLE_FORMAT,
+        }
         return own | {"eta": eta, "recipe": asdict(recipe)} | more
 
     def tables(self, eta: float, purpose: str, predicted: Sequence[Plan] = ()) -> list[CrossTable]:

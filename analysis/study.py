@@ -11,6 +11,7 @@ from analysis.workload import Recipe
 from jagg_core.backbones import read_options
 from jagg_core.checks import require_at_least
 from jagg_core.plan import groups_of, routed_groups
+from jagg_core.rewards import check_reward
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,7 @@ class Study:
     jagg_frac: float = 0.6
     threshold: float = 0.9
     reward: str = "classifier"
+    reward_options: tuple[str, ...] = ()
     calibration_batches: tuple[int, ...] = (4,)
     evaluation_batches: tuple[int, ...] = (4,)
     predicted_passes: tuple[int, ...] = (8, 5)
@@ -44,6 +46,7 @@ class Study:
 
     def __post_init__(self) -> None:
         read_options(self.backbone, self.backbone_options)
+        check_reward(self.reward, options=self.reward_options)
         for name, low in (("calibration_batches", 1), ("evaluation_batches", 2)):
             counts = getattr(self, name)
             if not counts or min(counts) < low:

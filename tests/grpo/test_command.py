@@ -9,23 +9,8 @@ import pytest
 from jagg_core.__main__ import main
 from jagg_core.grpo.log import read_rows
 
-FLAGS = [
-    "train",
-    "--model.backbone",
-    "digits-flux",
-    "--reward.name",
-    "ink",
-    "--rollout.prompts",
-    "2",
-    "--rollout.samples",
-    "2",
-    "--rollout.steps",
-    "4",
-    "--plan.estimator",
-    "causal",
-    "--run.updates",
-    "2",
-]
+SAMPLES = ["--rollout.prompts", "2", "--rollout.samples", "2", "--rollout.steps", "4"]
+FLAGS = ["train", "--reward.name", "ink", "--plan.estimator", "causal", "--run.updates", "2", *SAMPLES]
 KNOTS = ["--plan.knots", "[0, 2]"]
 
 

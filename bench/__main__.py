@@ -9,14 +9,15 @@ from typing import Any
 
 from tqdm import tqdm
 
-from bench.collectives import CollectiveBench, run_collective_bench
+from bench.collectives import CollectiveBench, is_first, run_collective_bench, settings_of
 from bench.compare import compare
 from bench.cost import SCHEMES, Machine, Update
 from bench.cost_study import CostStudy, run_cost_study
+from bench.findings import count_lines
 from bench.group import GroupBench, run_group_bench
 from bench.memory import run_memory_bench
 from bench.suite import PRESETS, run_suite
-from bench.update import UpdateBench, run_update_bench, speed_ups
+from bench.update import PARTS, UpdateBench, run_update_bench, speed_ups
 from jagg_core.flags import add_flags, given
 from jagg_core.records import Record, require_writable
 
@@ -28,18 +29,25 @@ RUN_EXAMPLE = "example: python -m bench run --preset digits --out results/bench-
 FAILING = ("slower", "ambiguous", "missing", "failed")
 COMPARE_EXAMPLE = "example: python -m bench compare results/before.json results/after.json --fail-on slower missing"
 COLLECTIVES_EXAMPLE = (
-    "example: python -m bench collectives --backbone digits-flux --ranks 2 --out results/collectives.json"
+    "examples: python -m bench collectives --backbone digits-flux --ranks 2 --out results/collectives.json; "
+    "torchrun --nproc-per-node 8 -m bench collectives --device cuda --layout hsdp --out results/collectives.json"
 )
 COST_EXAMPLE = (
     "example: python -m bench cost --backbone flux-dev --backbone-options height=720 width=720 "
     "--window 4 --ranks 8 64 --out results/cost-flux-dev"
+)
+CELLS_EXAMPLE = (
+    "Single arms and phases as cells of pytest-benchmark: python -m pytest bench --benchmark-enable "
+    "--benchmark-json=cells.json --bench-window 5 --bench-batch 16 (python -m pytest bench --help has all options)"
 )
 GROUP_EXAMPLE = "example: python -m bench group --backbone digits-flux --batch 16 --window 5 --out results/speed.json"
 
 
 def parser() -> argparse.ArgumentParser:
     """The command line."""
-    top = argparse.ArgumentParser(prog="python -m bench", description="Time the update of GRPO by estimator.")
+    top = argparse.ArgumentParser(
+        prog="python -m bench", description="Time the update of GRPO by estimator.", epilog=CELLS_EXAMPLE
+    )
     commands = top.add_subparsers(dest="command", required=True)
     group = commands.add_parser(
         "group",
@@ -60,7 +68,7 @@ def parser() -> argparse.ArgumentParser:
 def _add_collectives(commands: Any) -> None:
     counted = commands.add_parser(
         "collectives",
-        help="count all-gathers and reduce-scatters of one group under FSDP2, on ranks of this machine",
+        help="count and time collectives of one group under FSDP2, HSDP or DDP, on ranks of this machine or torchrun's",
         epilog=COLLECTIVES_EXAMPLE,
     )
     add_flags(counted, CollectiveBench)
@@ -68,21 +76,13 @@ def _add_collectives(commands: Any) -> None:
 
 
 def count_collectives(arguments: argparse.Namespace) -> Record:
-    """Count, write the record, and print counts per sharded unit."""
-    settings = CollectiveBench(**given(arguments, CollectiveBench))
+    """Count, write the record, and print counts per sharded unit, and findings. Under torchrun, rank 0 does so."""
+    settings = settings_of(given(arguments, CollectiveBench))
     require_writable(arguments.out)
     record = run_collective_bench(settings)
-    record.write(arguments.out)
-    cells = {cell.name: cell.values for cell in record.cells if cell.status == "ok"}
-    if "sharding" in cells:
-        units = cells.pop("sharding")["units"]
-        print(f"{units} sharded units; per unit and group of {settings.window} steps:")
-        print(f"{'arm':<24}{'all-gathers':>12}{'reduce-scatters':>17}{'MiB moved':>12}")
-        for name, values in cells.items():
-            counts, moved = values["counts"], sum(values["bytes"].values()) / 2**20
-            gathers, scatters = (counts[kind] / units for kind in ("all_gather", "reduce_scatter"))
-            print(f"{name:<24}{gathers:>12g}{scatters:>17g}{moved:>12.1f}")
-    print(f"wrote {arguments.out}")
+    if is_first():
+        record.write(arguments.out)
+        print("\n".join([*count_lines(record), f"wrote {arguments.out}"]))
     return record
 
 
@@ -96,15 +96,15 @@ def _add_run(commands: Any) -> None:
 
 
 def run_preset(arguments: argparse.Namespace) -> Record:
-    """Measure a preset and print what became of its cells, and the speed-ups of its groups."""
+    """Measure a preset and print what became of its cells, and the speed-ups of its groups and training steps."""
     out = arguments.out or Path("results") / f"bench-{arguments.preset}"
     require_writable(out / "record.json")
     with tqdm(total=len(PRESETS[arguments.preset]()), desc=arguments.preset, unit="cell") as bar:
         record = run_suite(arguments.preset, out, arguments.timeout, lambda _: bar.update())
     for cell in record.cells:
         print(f"{cell.status:<8} {cell.name}" + (f": {cell.reason}" if cell.reason else ""))
-        if cell.status == "ok" and cell.settings["kind"] == "group":
-            for line in speed_lines(Record.read(out / cell.settings["file"])):
+        if cell.status == "ok" and cell.settings["kind"] in LINES:
+            for line in LINES[cell.settings["kind"]](Record.read(out / cell.settings["file"])):
                 print(f"         {line}")
     print(f"wrote {out / 'record.json'}")
     return record
@@ -118,25 +118,35 @@ def speed_lines(record: Record) -> list[str]:
 
 def _add_update(commands: Any) -> None:
     update = commands.add_parser(
-        "update", help="time whole updates, and the rollout before them", epilog=UPDATE_EXAMPLE
+        "update",
+        help="time training steps: rollout, reward, the update by estimator, optimizer",
+        epilog=UPDATE_EXAMPLE,
     )
     add_flags(update, UpdateBench, skip=("warmup",))
     update.add_argument("--out", type=Path, required=True, help="record to write (JSON)")
 
 
 def time_update(arguments: argparse.Namespace) -> Record:
-    """Time updates, write the record, and print speed-ups of all that a step is made of."""
+    """Time training steps, write the record, and print their speed-ups and those of their parts."""
     settings = UpdateBench(**given(arguments, UpdateBench))
     require_writable(arguments.out)
     with tqdm(desc=f"time {settings.backbone}") as bar:
         record = run_update_bench(settings, progress=lambda _: bar.update())
     record.write(arguments.out)
-    print(f"{'way':<30}{'passes':>7}{'seconds':>9}{'backward':>10}{'update':>9}{'rollout + update':>18}")
-    for one in speed_ups(record):
-        ratios = f"{one['backward']:>9.2f}x{one['update']:>8.2f}x{one['step']:>17.2f}x"
-        print(f"{one['way']:<30}{one['passes']:>7}{one['seconds']:>9.2f}{ratios}")
-    print(f"wrote {arguments.out}")
+    print("\n".join([*step_lines(record), f"wrote {arguments.out}"]))
     return record
+
+
+def step_lines(record: Record) -> list[str]:
+    """Median seconds of every way's update, its speed-ups over exact, and seconds of the step's other parts."""
+    lines = [f"{'way':<30}{'passes':>7}{'seconds':>9}{'backward':>10}{'update':>9}{'whole step':>12}"]
+    for one in speed_ups(record):
+        step = "-" if one["step"] is None else f"{one['step']:.2f}x"
+        ratios = f"{one['backward']:>9.2f}x{one['update']:>8.2f}x{step:>12}"
+        lines.append(f"{one['way']:<30}{one['passes']:>7}{one['seconds']:>9.2f}{ratios}")
+    times = {name: record.cell(name).samples.get("total_s", []) for name in PARTS}
+    others = [f"{name} {median(t for t in found if t is not None):.4f} s" for name, found in times.items() if found]
+    return [*lines, f"beside the update: {', '.join(others)}"]
 
 
 def _add_memory(commands: Any) -> None:
@@ -201,7 +211,7 @@ def time_group(arguments: argparse.Namespace) -> Record:
     """Time a group and write the record."""
     settings = GroupBench(**given(arguments, GroupBench))
     require_writable(arguments.out)
-    with tqdm(total=settings.rounds + 8, desc=f"time {settings.backbone}") as bar:
+    with tqdm(desc=f"time {settings.backbone}") as bar:
         record = run_group_bench(settings, progress=lambda _: bar.update())
     record.write(arguments.out)
     print(f"wrote {arguments.out}")
@@ -226,6 +236,9 @@ def predict_cost(arguments: argparse.Namespace) -> Record:
     print(f"\nwrote {path}; its page: python -m analysis report {arguments.out}")
     return record
 
+
+LINES = {"group": speed_lines, "update": step_lines}
+"""What is said of a cell of a preset, by its kind."""
 
 COMMANDS = {
     "run": run_preset,

@@ -1,11 +1,11 @@
-"""What each rank of a count does: every arm without sharding, then every arm with it. Spawned processes import it."""
+"""What each rank of a count does: every arm on the whole model, then laid out. Spawned processes import it."""
 
 from __future__ import annotations
 
 import json
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -13,21 +13,18 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch import Tensor
+from torch.utils.benchmark.utils.timer import timer
 
-from bench.group import TOLERANCE, Arm, arms_for, relative_error
-from jagg_core import (
-    ClippedSurrogate,
-    DanceSDE,
-    Plan,
-    Trajectory,
-    VelocityPolicy,
-    accumulate_gradients,
-    exact_plan,
-    initial_latents,
-)
+from bench.counting import Counter, Stopwatch
+from bench.group import TOLERANCE, Group, arms_for, clear, gradient, prompts_of, relative_error, run_arm
+from bench.layouts import lay_out, without_reduction
+from bench.memory import LiveBytes
+from bench.rounds import time_in_rounds
+from jagg_core import DanceSDE, exact_plan, initial_latents
 from jagg_core.backbones import load_backbone, read_options
+from jagg_core.distributed import FixedParameters
+from jagg_core.records import Cell
 from jagg_core.schedule import dance_schedule
 from jagg_core.seeding import derive_seed, generator_for
 from jagg_core.trajectory import rollout
@@ -35,84 +32,93 @@ from jagg_core.trajectory import rollout
 if TYPE_CHECKING:
     from bench.collectives import CollectiveBench
 
-KINDS = {"allgather": "all_gather", "reduce_scatter": "reduce_scatter", "allreduce": "all_reduce"}
-"""How torch's operators name collectives, and what they are called here."""
-
 DEFERRED = "exact-deferred"
-"""Exact, with gradients kept unsharded until the group's last backward."""
+"""Exact, with gradients kept on the rank until the group's last backward reduces their sum."""
+
+LEFT_OUT = ("exact-again", "exact-bare")
+"""Arms that are there to time the others against."""
 
 
-class Counter(TorchDispatchMode):
-    """Counts collectives by kind, and the bytes that a rank receives (gather) or contributes (scatter)."""
+@dataclass(frozen=True)
+class Run:
+    """An arm: its last part reduces gradients; what comes before it, if anything does, leaves them on the rank."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.counts = dict.fromkeys(KINDS.values(), 0)
-        self.bytes = dict.fromkeys(KINDS.values(), 0)
+    last: Callable[[], object]
+    before: Callable[[], object] | None = None
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if func.namespace == "c10d":
-            name = func._schema.name
-            kind = next((ours for theirs, ours in KINDS.items() if theirs in name), None)
-            if kind is not None:
-                self.counts[kind] += 1
-                self.bytes[kind] += max(tensor.nbytes for tensor in _tensors(args))
-        return func(*args, **(kwargs or {}))
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _tensors(item)
+    def __call__(self, transformer: Any, between: Callable[[], None] = lambda: None) -> None:
+        """Run it. ``between`` is called when the gradients of ``before`` wait; without them, at the end."""
+        if self.before is None:
+            self.last()
+            between()
+            return
+        with without_reduction(transformer):
+            self.before()
+        between()
+        self.last()
 
 
-def shard(blocks: list[nn.Module], transformer: nn.Module, reshard_after_forward: bool) -> int:
-    """Shard every block, and the rest of the transformer. Returns how many units there are."""
-    from torch.distributed.fsdp import fully_shard
-
-    for block in blocks:
-        fully_shard(block, reshard_after_forward=reshard_after_forward)
-    fully_shard(transformer, reshard_after_forward=reshard_after_forward)
-    return len(blocks) + 1
-
-
-def work(rank: int, settings: CollectiveBench, folder: str) -> None:
-    """Count on this rank, and write what was found to ``folder/RANK.json``."""
-    _join(rank, settings, folder)
-    device = torch.device(settings.device, rank) if settings.device == "cuda" else torch.device(settings.device)
-    options = read_options(settings.backbone, settings.backbone_options)
-    backbone: Any = load_backbone(settings.backbone, device, getattr(torch, settings.dtype), **options)
-    if settings.checkpointing:
-        backbone.enable_gradient_checkpointing()
-    expected = {name: _gradient(run, backbone.transformer) for name, run in _runs(settings, backbone).items()}
-    parameters = sum(p.numel() for p in backbone.transformer.parameters())
-    units = shard(backbone.blocks, backbone.transformer, settings.reshard == "after_forward")
-    runs = _runs(settings, backbone)  # with a rollout of the sharded weights, which are other tensors
-    found = {}
-    for name, run in runs.items():
-        _gradient(run, backbone.transformer)  # the first pass sets communication up
-        with Counter() as counter:
-            seconds, retained = _timed(run, device, backbone.transformer, name == DEFERRED)
-        error = None if settings.pretend else _error(_take(backbone.transformer), expected[name])
-        _clear(backbone.transformer)
-        found[name] = {
-            "counts": counter.counts,
-            "bytes": counter.bytes,
-            "relative_error": error,
-            "retained_gradient_bytes": retained,
-            "seconds": [seconds],
-        }
-        if error is not None and error > TOLERANCE[getattr(torch, settings.dtype)]:
-            raise ValueError(f"the sharded gradient of arm {name} differs from the plain one by {error:g}")
-    (Path(folder) / f"{rank}.json").write_text(json.dumps({"units": units, "parameters": parameters, "arms": found}))
+def work(number: int, settings: CollectiveBench, folder: str) -> None:
+    """Measure as rank ``number`` of those that were spawned, and write what was found to ``folder/NUMBER.json``."""
+    found = measure(number, number, settings, f"file://{folder}/rendezvous")
+    (Path(folder) / f"{number}.json").write_text(json.dumps(found))
     dist.destroy_process_group()
 
 
-def _join(rank: int, settings: CollectiveBench, folder: str) -> None:
+def work_launched(settings: CollectiveBench) -> list[dict[str, Any]]:
+    """Measure as the rank that torchrun started. Every rank has what all of them found."""
+    found = measure(int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"]), settings, "env://")
+    everywhere: list[Any] = [None] * settings.ranks
+    dist.all_gather_object(everywhere, found)
+    dist.destroy_process_group()
+    return everywhere
+
+
+def measure(rank: int, local_rank: int, settings: CollectiveBench, rendezvous: str) -> dict[str, Any]:
+    """Join the group, then verify, count and time every arm.
+
+    Raises:
+        ValueError: the backbone has no blocks to shard.
+        ArithmeticError: an arm's gradient is not that of the whole model.
+    """
+    _join(rank, local_rank, settings, rendezvous)
+    device = torch.device(settings.device, local_rank) if settings.device == "cuda" else torch.device(settings.device)
+    dtype: torch.dtype = getattr(torch, settings.dtype)
+    options = read_options(settings.backbone, settings.backbone_options)
+    backbone: Any = load_backbone(settings.backbone, device, dtype, **options)
+    if not hasattr(backbone, "blocks"):
+        raise ValueError(f"backbone {settings.backbone!r} has no blocks to shard: a list of modules is needed")
+    if settings.checkpointing:
+        backbone.enable_gradient_checkpointing()
+    transformer = backbone.transformer
+    group = _group(settings, backbone)
+    runs = _runs(settings, group)
+    runs["exact"](transformer)
+    unused = any(parameter.grad is None for parameter in group.parameters)
+    clear(group.parameters)
+    expected = {} if settings.pretend else {name: _gradient(run, transformer, group) for name, run in runs.items()}
+    parameters = sum(p.numel() for p in transformer.parameters())
+    units = lay_out(backbone.blocks, transformer, settings.layout, dtype, settings.shards_per_copy, unused)
+    group = _group(settings, backbone)  # a rollout of the weights as they now lie, which are other tensors
+    runs = _runs(settings, group)
+    for _ in range(2):  # sets communication up; DistributedDataParallel sorts its buckets anew after a first backward
+        _time(runs["exact"], transformer, group)
+    cells = []
+    for name, run in runs.items():
+        values = _count(run, transformer)
+        if not settings.pretend:
+            values["relative_error"] = error = relative_error(_whole(group.parameters), expected[name])
+            if not error <= TOLERANCE[dtype]:
+                raise ArithmeticError(f"gradient of arm {name} under {settings.layout} is not the plain one: {error:g}")
+        clear(group.parameters)
+        cells.append(Cell(name, settings={"deferred": run.before is not None}, values=values))
+    if not settings.pretend:
+        time_in_rounds(cells, lambda name: _time(runs[name], transformer, group), settings.rounds, settings.seed)
+        time_in_rounds(cells, lambda name: _time_apart(runs[name], transformer, group), settings.rounds, settings.seed)
+    return {"units": units, "parameters": parameters, "cells": [vars(cell) for cell in cells]}
+
+
+def _join(rank: int, local_rank: int, settings: CollectiveBench, rendezvous: str) -> None:
     if settings.device == "cpu":
         torch.set_num_threads(1)
     if settings.pretend:
@@ -121,111 +127,84 @@ def _join(rank: int, settings: CollectiveBench, folder: str) -> None:
         dist.init_process_group("fake", rank=rank, world_size=settings.ranks, store=FakeStore())
         return
     if settings.device == "cuda":
-        torch.cuda.set_device(rank)
+        torch.cuda.set_device(local_rank)
     dist.init_process_group(
         "nccl" if settings.device == "cuda" else "gloo",
-        init_method=f"file://{folder}/rendezvous",
+        init_method=rendezvous,
         rank=rank,
         world_size=settings.ranks,
         timeout=timedelta(seconds=settings.timeout),
+        device_id=torch.device("cuda", local_rank) if settings.device == "cuda" else None,
     )
 
 
-def _group(settings: CollectiveBench, backbone: Any) -> tuple[VelocityPolicy, Trajectory, Tensor]:
-    """A rollout's first group. Every rank has the same samples, so that sharded gradients equal plain ones."""
+def _group(settings: CollectiveBench, backbone: Any) -> Group:
+    """A rollout's first group. Every rank has the same samples, so that reduced gradients equal plain ones."""
     seed = derive_seed(settings.seed, "collectives")
-    prompts = [backbone.prompts[i % len(backbone.prompts)] for i in range(settings.batch)]
-    policy = _Kept(backbone.policy(prompts), list(backbone.transformer.parameters()))
+    parameters = list(backbone.transformer.parameters())
+    policy = FixedParameters(backbone.policy(prompts_of(backbone, settings.batch)), parameters)
     precision = torch.promote_types(torch.float32, getattr(torch, settings.dtype))
     latents = initial_latents(backbone.latent_shape, seed, range(settings.batch)).to(backbone.device, precision)
     trajectory = rollout(policy, dance_schedule(settings.window + 1), DanceSDE(0.7), latents, seed)
     advantages = torch.randn(settings.batch, generator=generator_for(seed, "advantages")).to(backbone.device)
-    return policy, trajectory.select(range(settings.window)), advantages
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    return Group(policy, trajectory.select(range(settings.window)), advantages, trained, ())
 
 
-class _Kept:
-    """A policy that always shows the same parameters: a module shows gathered ones while it is not resharded."""
-
-    def __init__(self, policy: Any, parameters: list[nn.Parameter]) -> None:
-        self.velocity = policy.velocity
-        self.signature = policy.signature
-        self._parameters = parameters
-
-    def parameters(self) -> list[nn.Parameter]:
-        """As they were when the arms were made."""
-        return self._parameters
-
-
-def _runs(settings: CollectiveBench, backbone: Any) -> dict[str, Callable[[], None]]:
-    """Every arm on a rollout's first group, by name."""
-    policy, trajectory, advantages = _group(settings, backbone)
-
-    def run(plan: Plan, part: Trajectory, arm: Arm) -> None:
-        modes: dict[str, Any] = {"upstream": arm.upstream, "backward": arm.backward}
-        accumulate_gradients(policy, part, advantages, plan, ClippedSurrogate(), **modes)
-
-    def run_deferred(arm: Arm) -> None:
-        last = trajectory.steps - 1
-        first, rest = (trajectory.select(steps) for steps in (range(last), range(last, last + 1)))
-        with _without_scatter(backbone.transformer):
-            run(exact_plan(first.sigmas), first, arm)
-        run(exact_plan(rest.sigmas), rest, arm)
-
-    found: dict[str, Callable[[], None]] = {}
-    for arm in arms_for(trajectory.sigmas, settings.window):
-        if arm.plan is not None and arm.name != "exact-again":
-            found[arm.name] = partial(run, arm.plan, trajectory, arm)
+def _runs(settings: CollectiveBench, group: Group) -> dict[str, Run]:
+    """Every arm on a group, by name."""
+    found: dict[str, Run] = {}
+    for arm in arms_for(group.trajectory.sigmas, settings.window, settings.seed):
+        if arm.name not in LEFT_OUT:
+            found[arm.name] = Run(partial(run_arm, arm, group))
         if arm.name == "exact":
-            found[DEFERRED] = partial(run_deferred, arm)
+            end = settings.window - 1
+            parts = [group.trajectory.select(steps) for steps in (range(end), range(end, end + 1))]
+            before, last = (
+                partial(run_arm, replace(arm, plan=exact_plan(part.sigmas)), replace(group, trajectory=part))
+                for part in parts
+            )
+            found[DEFERRED] = Run(last, before)
     return found
 
 
-@contextmanager
-def _without_scatter(transformer: Any) -> Iterator[None]:
-    switch = getattr(transformer, "set_requires_gradient_sync", lambda on: None)  # not there before it is sharded
-    switch(False)
-    try:
-        yield
-    finally:
-        switch(True)
+def _count(run: Run, transformer: Any) -> dict[str, Any]:
+    """Collectives of a run, and bytes of the gradients that it left on the rank (see `Run`), measured."""
+    kept: list[int] = []
+    with LiveBytes() as live, Counter() as counter:
+        run(transformer, lambda: kept.append(live.now))
+    return {
+        "counts": counter.counts,
+        "backward_counts": counter.backward_counts,
+        "backwards": len(counter.backwards),
+        "bytes": counter.bytes,
+        "retained_gradient_bytes": kept[0],
+    }
 
 
-def _timed(run: Callable[[], None], device: torch.device, transformer: Any, deferred: bool) -> tuple[float, int]:
-    """Seconds of a run, and bytes of gradients that it keeps unsharded meanwhile."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    start = time.perf_counter()
-    run()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    seconds = time.perf_counter() - start
-    # FSDP2 accumulates unsharded gradients in the dtype of reduction, fp32 unless told otherwise
-    return seconds, 4 * sum(p.numel() for p in transformer.parameters() if p.requires_grad) if deferred else 0
+def _time(run: Run, transformer: Any, group: Group) -> dict[str, float]:
+    start = timer()
+    run(transformer)
+    seconds = timer() - start
+    clear(group.parameters)
+    return {"total_s": seconds}
 
 
-def _gradient(run: Callable[[], None], transformer: nn.Module) -> list[Tensor | None]:
-    run()
-    found = _take(transformer)
-    _clear(transformer)
+def _time_apart(run: Run, transformer: Any, group: Group) -> dict[str, float]:
+    with Stopwatch() as stopwatch:
+        run(transformer)
+    clear(group.parameters)
+    return {f"{kind}_s": seconds for kind, seconds in stopwatch.seconds.items()}
+
+
+def _gradient(run: Run, transformer: Any, group: Group) -> list[Tensor]:
+    run(transformer)
+    found = _whole(group.parameters)
+    clear(group.parameters)
     return found
 
 
-def _take(transformer: nn.Module) -> list[Tensor | None]:
-    """Whole gradients by parameter."""
-    found: list[Tensor | None] = []
-    for parameter in transformer.parameters():
-        gradient: Any = parameter.grad
-        whole = gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient
-        found.append(None if whole is None else whole.detach().clone())
-    return found
-
-
-def _clear(transformer: nn.Module) -> None:
-    for parameter in transformer.parameters():
-        parameter.grad = None
-
-
-def _error(found: list[Tensor | None], expected: list[Tensor | None]) -> float:
-    if [gradient is None for gradient in found] != [gradient is None for gradient in expected]:
-        raise ValueError("sharding changes which parameters get a gradient")
-    return relative_error(*([gradient for gradient in part if gradient is not None] for part in (found, expected)))
+def _whole(parameters: Sequence[Tensor]) -> list[Tensor]:
+    """Whole gradients of parameters that may be sharded; zeros where there are none."""
+    found: list[Any] = gradient(parameters)
+    return [one.full_tensor() if hasattr(one, "full_tensor") else one for one in found]

@@ -1,23 +1,26 @@
-"""All-gathers and reduce-scatters of a group under FSDP2, counted where they happen, on real ranks or pretended ones.
+"""Collectives of a group by layout and arm: counted where they happen, and timed; on real ranks or pretended ones.
 
-Every transformer block is a sharded unit, and what is left of the transformer another. A unit is gathered before its
-forward and again before its backward, and its gradients are scattered after it; how often a scheme makes that happen
-depends on the order of its forwards and backwards. Here it is counted.
+Under FSDP2 every transformer block is a sharded unit, and what is left of the transformer another. A unit is gathered
+before its forward and again before its backward, and its gradients are scattered after it; how often a scheme makes
+that happen depends on the order of its forwards and backwards. Here it is counted.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, get_args
 
 import torch
 
 from bench.children import run_children
-from bench.collective_ranks import work
+from bench.collective_ranks import work, work_launched
+from bench.findings import findings
 from bench.group import TOLERANCE
+from bench.layouts import Layout
 from jagg_core.backbones import read_options
 from jagg_core.checks import require_at_least
 from jagg_core.records import Cell, Record, command_line
@@ -27,22 +30,25 @@ from jagg_core.records import Cell, Record, command_line
 class CollectiveBench:
     """Settings.
 
-    ``ranks`` processes on this machine, with gloo on the CPU and NCCL on GPUs; or, with ``pretend``, one process that
-    is told it is one of so many (torch's fake process group): counts are the same, values and times mean nothing.
-    A child that is not done after ``timeout`` seconds ends the run.
+    ``ranks`` processes on this machine, with gloo on the CPU and NCCL on GPUs; or those that torchrun started; or,
+    with ``pretend``, one process that is told it is one of so many (torch's fake process group): counts are the same,
+    values and times mean nothing and are left out. Under the layout ``hsdp``, ``shards`` ranks share a copy of the
+    parameters, half of all by default. A child that is not done after ``timeout`` seconds ends the run.
 
     Raises:
-        ValueError: a setting out of range.
+        ValueError: a setting out of range, or settings that do not go together.
     """
 
     backbone: str = "digits-flux"
     backbone_options: tuple[str, ...] = ()
     window: int = 5
     batch: int = 2
+    rounds: int = 3
     ranks: int = 2
     pretend: bool = False
     checkpointing: bool = False
-    reshard: Literal["after_forward", "never"] = "after_forward"
+    layout: Layout = "fsdp"
+    shards: int | None = None
     device: str = "cpu"
     dtype: str = "float32"
     seed: int = 0
@@ -50,44 +56,104 @@ class CollectiveBench:
 
     def __post_init__(self) -> None:
         read_options(self.backbone, self.backbone_options)
-        require_at_least(self, window=2, batch=1, ranks=1, timeout=1)
-        if self.reshard not in ("after_forward", "never"):
-            raise ValueError(f"reshard must be after_forward or never, found {self.reshard!r}")
+        require_at_least(self, window=2, batch=1, rounds=1, ranks=1, timeout=1)
+        if self.layout not in get_args(Layout):
+            raise ValueError(f"layout must be one of {list(get_args(Layout))}, found {self.layout!r}")
+        if self.shards is not None and self.layout != "hsdp":
+            raise ValueError(f"shards go with the layout hsdp alone, found layout {self.layout!r}")
+        if self.shards is not None and not (self.shards >= 1 and self.ranks % self.shards == 0):
+            raise ValueError(f"shards must be a divisor of the {self.ranks} ranks, found {self.shards}")
+        if self.layout == "hsdp" and self.shards is None and self.ranks % 2:
+            raise ValueError(f"ranks must be even under hsdp unless shards are given, found {self.ranks}")
         if getattr(torch, self.dtype, None) not in TOLERANCE:
             names = [str(dtype).removeprefix("torch.") for dtype in TOLERANCE]
             raise ValueError(f"dtype must be one of {names}, found {self.dtype!r}")
 
+    @property
+    def shards_per_copy(self) -> int:
+        """Ranks that share a copy of the parameters, under ``hsdp``."""
+        return self.shards or max(1, self.ranks // 2)
+
+
+def launched() -> bool:
+    """Whether torchrun started this process, as one rank of several."""
+    return {"RANK", "LOCAL_RANK", "WORLD_SIZE"} <= os.environ.keys()
+
+
+def is_first() -> bool:
+    """Whether this process speaks for all: not a further rank of torchrun's."""
+    return not launched() or os.environ["RANK"] == "0"
+
+
+def settings_of(flags: dict[str, Any]) -> CollectiveBench:
+    """Settings from those that were given; ``ranks`` are torchrun's where it started this process.
+
+    Raises:
+        ValueError: other ranks than torchrun's were asked for, or pretended ones.
+    """
+    if not launched():
+        return CollectiveBench(**flags)
+    ranks = int(os.environ["WORLD_SIZE"])
+    if flags.get("ranks", ranks) != ranks:
+        raise ValueError(f"ranks must be the {ranks} that torchrun started or be left out, found {flags['ranks']}")
+    if flags.get("pretend"):
+        raise ValueError("pretend is for one process: run it without torchrun")
+    return CollectiveBench(**flags | {"ranks": ranks})
+
 
 def run_collective_bench(settings: CollectiveBench) -> Record:
-    """Count every arm's collectives on every rank.
+    """Verify, count and time every arm on every rank.
 
     A rank that fails or hangs ends the run; its error is in the record.
     """
-    record = Record(
-        "collectives", command_line(), settings.backbone, asdict(settings), seeds={"group": [settings.seed]}
-    )
-    with tempfile.TemporaryDirectory() as folder:
-        processes = 1 if settings.pretend else settings.ranks
-        try:
-            run_children(work, (settings, folder), processes, settings.timeout)
-            found = [json.loads((Path(folder) / f"{rank}.json").read_text()) for rank in range(processes)]
-        except Exception as error:  # whatever a child raises
-            record.cells.append(Cell("ranks", "failed", f"{type(error).__name__}: {str(error).strip()[-2000:]}"))
-            return record
-    first = found[0]
-    record.cells.append(Cell("sharding", values={"units": first["units"], "parameters": first["parameters"]}))
-    for name, values in first["arms"].items():
-        others = [rank["arms"][name] for rank in found]
-        same = all(other["counts"] == values["counts"] for other in others)
-        reason = None if same else f"ranks made different numbers of collectives: {[o['counts'] for o in others]}"
-        kept = {key: values[key] for key in ("counts", "bytes", "relative_error", "retained_gradient_bytes")}
-        record.cells.append(
-            Cell(
-                name,
-                "ok" if same else "failed",
-                reason,
-                samples={f"rank{rank}_s": other["seconds"] for rank, other in enumerate(others)},
-                values=kept,
-            )
-        )
+    try:
+        return record_of(settings, work_launched(settings) if launched() else _spawn(settings))
+    except Exception as error:  # whatever a rank raises
+        record = _empty(settings)
+        record.cells.append(Cell("ranks", "failed", f"{type(error).__name__}: {str(error).strip()[-2000:]}"))
+        return record
+
+
+def record_of(settings: CollectiveBench, found: list[dict[str, Any]]) -> Record:
+    """The record of what each rank ``found`` (see `bench.collective_ranks.measure`).
+
+    A cell has, per rank and round, seconds of the whole arm (``rank0_total_s``) and, from rounds of their own, of each
+    kind of collective without overlap (``rank0_all_gather_s``). Its values are rank 0's: counts and bytes by kind;
+    ``retained_gradient_bytes``, of the gradients alive when all steps but the last are done and wait for it (deferred),
+    or at the end (others).
+    """
+    record = _empty(settings)
+    sharding = Cell("sharding", values={key: found[0][key] for key in ("units", "parameters")})
+    record.cells = [sharding, *(_joined(ranks) for ranks in zip(*(rank["cells"] for rank in found), strict=True))]
+    sharding.values["findings"] = findings(record)
     return record
+
+
+def _empty(settings: CollectiveBench) -> Record:
+    return Record("collectives", command_line(), settings.backbone, asdict(settings), seeds={"group": [settings.seed]})
+
+
+def _spawn(settings: CollectiveBench) -> list[dict[str, Any]]:
+    """What each rank found, in processes of their own."""
+    processes = 1 if settings.pretend else settings.ranks
+    with tempfile.TemporaryDirectory() as folder:
+        run_children(work, (settings, folder), processes, settings.timeout)
+        return [json.loads((Path(folder) / f"{rank}.json").read_text()) for rank in range(processes)]
+
+
+def _joined(ranks: tuple[dict[str, Any], ...]) -> Cell:
+    """One cell of an arm's cells on all ranks."""
+    cells = [Cell(**rank) for rank in ranks]
+    failed = next((cell for cell in cells if cell.status != "ok"), None)
+    if failed is not None:
+        return failed
+    counts = [cell.values["counts"] for cell in cells]
+    same = all(other == counts[0] for other in counts)
+    return Cell(
+        cells[0].name,
+        "ok" if same else "failed",
+        None if same else f"ranks made different numbers of collectives: {counts}",
+        cells[0].settings,
+        samples={f"rank{i}_{name}": taken for i, cell in enumerate(cells) for name, taken in cell.samples.items()},
+        values=cells[0].values,
+    )

@@ -10,11 +10,14 @@ from jagg_core.records import Record, RecordError
 
 MEASURED = {
     "exact-batched": "exact-batched",
+    "prototype": "prototype",
     "paper-joint": "paper",
     "closed-form-sequential": "closed-sequential",
     "closed-form-batched": "closed-batched",
+    "endpoint-only": "endpoint-only",
+    "subsample": "closed-sequential",
 }
-"""Arms of ``python -m bench group``, and what the model calls them. Endpoint-only there runs all forwards."""
+"""Arms of ``python -m bench group``, and what the model calls them, or what runs as much."""
 
 
 def fit(record: Record) -> dict[str, Any]:

@@ -4,33 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.benchmark.utils.timer import timer
 
+from bench.arms import Arm, Group, arms_for, run_arm
 from bench.rounds import time_in_rounds
-from jagg_core import (
-    ClippedSurrogate,
-    DanceSDE,
-    Plan,
-    Trajectory,
-    VelocityPolicy,
-    accumulate_gradients,
-    endpoint_plan,
-    exact_plan,
-    initial_latents,
-    jagg_plan,
-    rollout,
-)
+from jagg_core import ClippedSurrogate, DanceSDE, Plan, Trajectory, VelocityPolicy, initial_latents, rollout
 from jagg_core.backbones import Backbone, ScheduleName, check_schedule, load_backbone, read_options, schedule_of
 from jagg_core.checks import require_at_least
 from jagg_core.objective import upstream_closed_form
 from jagg_core.records import Cell, Record, command_line, environment, recorded
 from jagg_core.seeding import derive_seed, generator_for
 
-PHASES = ("forward", "upstream", "backward")
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 5e-2}
 """Largest relative error of an arm's gradient against the plain loop of the same plan, by dtype of the network."""
 
@@ -71,33 +58,31 @@ class GroupBench:
             raise ValueError(f"dtype must be one of {names}, found {self.dtype!r}")
 
 
-@dataclass(frozen=True)
-class Arm:
-    """One way to get a group's gradient: a plan, and how the engine runs it. No plan: the bare model calls of exact."""
+def time_arm(arm: Arm, group: Group) -> dict[str, float]:
+    """Seconds of an arm, ``total_s``, and of its phases: of a second call where a clock between them would wait."""
+    clear(group.parameters)
+    start = timer()
+    phases = run_arm(arm, group, None if group.asynchronous else timer)
+    total = timer() - start
+    if group.asynchronous:
+        clear(group.parameters)
+        phases = run_arm(arm, group, timer)
+    return {"total_s": total, **{f"{phase}_s": seconds for phase, seconds in phases.items()}}
 
-    name: str
-    plan: Plan | None
-    upstream: str = "autograd"
-    backward: str = "sequential"
+
+def clear(parameters: Sequence[Tensor]) -> None:
+    """Let go of all gradients."""
+    for parameter in parameters:
+        parameter.grad = None
 
 
-def arms_for(sigmas: Tensor, window: int) -> list[Arm]:
-    """The arms, on a single group of ``window`` steps with these ``sigmas``."""
-    exact, jagg = exact_plan(sigmas), jagg_plan(sigmas, window, 1.0)
-    return [
-        Arm("exact", exact),
-        Arm("exact-again", exact),
-        Arm("exact-bare", None),
-        Arm("exact-batched", exact, "autograd", "batched"),
-        Arm("paper-joint", jagg, "autograd", "joint"),
-        Arm("closed-form-sequential", jagg, "closed_form", "sequential"),
-        Arm("closed-form-batched", jagg, "closed_form", "batched"),
-        Arm("endpoint-only", endpoint_plan(sigmas, window), "autograd", "sequential"),
-    ]
+def gradient(parameters: Sequence[Tensor]) -> list[Tensor]:
+    """What is in ``.grad``; zeros where there is nothing."""
+    return [p.grad if p.grad is not None else torch.zeros_like(p) for p in parameters]
 
 
 def plain_gradient(
-    policy: VelocityPolicy, parameters: Sequence[Tensor], trajectory: Trajectory, upstream: list[Tensor], plan: Plan
+    policy: VelocityPolicy, parameters: Sequence[Tensor], trajectory: Trajectory, upstream: Sequence[Tensor], plan: Plan
 ) -> list[Tensor]:
     """The plan's gradient by a plain loop over its knots, the twin of the engine."""
     total = [torch.zeros_like(p) for p in parameters]
@@ -120,69 +105,60 @@ def relative_error(found: Sequence[Tensor], expected: Sequence[Tensor]) -> float
     return float(torch.stack(difference).norm() / torch.stack([b.double().norm() for b in expected]).norm())
 
 
+def verify(found: Sequence[Tensor], expected: Sequence[Tensor], dtype: str) -> float:
+    """Relative error of a gradient.
+
+    Raises:
+        ArithmeticError: it is beyond the `TOLERANCE` of the network's ``dtype``.
+    """
+    error, limit = relative_error(found, expected), TOLERANCE[getattr(torch, dtype)]
+    if not error <= limit:
+        raise ArithmeticError(f"gradient differs from the plain loop by {error:.2g} (limit {limit:g})")
+    return error
+
+
 def run_group_bench(settings: GroupBench, progress: Callable[[str], None] | None = None) -> Record:
     """Verify, then time every arm. Arms take turns in every round; their order is drawn anew each time.
 
     An arm that fails is recorded as failed and left out of the rounds.
     """
-    backbone = load(settings)
-    policy, trajectory, advantages = workload(settings, backbone)
-    trajectory = trajectory.select(range(settings.window))
-    objective = ClippedSurrogate()
-    parameters = [p for p in backbone.transformer.parameters() if p.requires_grad]
-    upstream = [upstream_closed_form(objective, trajectory, j, advantages).gradient for j in range(trajectory.steps)]
-    arms = arms_for(trajectory.sigmas, settings.window)
-    rows = trajectory.rows.to(trajectory.latents.device)
-
-    def execute(arm: Arm) -> dict[str, float]:
-        for parameter in parameters:
-            parameter.grad = None
-        start = timer()
-        if arm.plan is None:
-            for step in range(trajectory.steps):
-                velocity = policy.velocity(trajectory.latents[step], trajectory.told_sigma(step), rows)
-                torch.autograd.backward(velocity, upstream[step].to(velocity.dtype))
-            return {"total_s": timer() - start}
-        arguments: tuple[Any, ...] = (policy, trajectory, advantages, arm.plan, objective, arm.upstream, arm.backward)
-        report = accumulate_gradients(*arguments, clock=timer, partly_clipped="keep")
-        return {"total_s": timer() - start, **{f"{phase}_s": report.seconds[phase] for phase in PHASES}}
-
+    where = environment()
+    group = load_group(settings)
+    sigmas = group.trajectory.sigmas
+    arms = {arm.name: arm for arm in arms_for(sigmas, settings.window, settings.seed)}
     cells: list[Cell] = []
-    for arm in arms:
+    for arm in arms.values():
         with recorded(cells, arm.name, upstream=arm.upstream, backward=arm.backward) as cell:
-            plan = arm.plan if arm.plan is not None else exact_plan(trajectory.sigmas)
-            expected = plain_gradient(policy, parameters, trajectory, upstream, plan)
+            expected = plain_gradient(group.policy, group.parameters, group.trajectory, group.upstream, arm.amounts_to)
             for _ in range(settings.warmup):
-                execute(arm)
-            error = relative_error(
-                [p.grad if p.grad is not None else torch.zeros_like(p) for p in parameters], expected
-            )
-            limit = TOLERANCE[getattr(torch, settings.dtype)]
-            if not error <= limit:
-                raise ArithmeticError(f"gradient differs from the plain loop by {error:.2g} (limit {limit:g})")
-            cell.values = {"relative_error": error, "passes": plan.passes}
+                time_arm(arm, group)
+            error = verify(gradient(group.parameters), expected, settings.dtype)
+            cell.values = {"relative_error": error, "passes": arm.amounts_to.passes}
         if progress is not None:
             progress(f"verified {arm.name}")
-    by_name = {arm.name: arm for arm in arms}
-    time_in_rounds(cells, lambda name: execute(by_name[name]), settings.rounds, settings.seed, progress)
-    for parameter in parameters:
-        parameter.grad = None
+    time_in_rounds(cells, lambda name: time_arm(arms[name], group), settings.rounds, settings.seed, progress)
+    clear(group.parameters)
     return Record(
         kind="group-speed",
         command=command_line(),
         backbone=settings.backbone,
         settings=dict(vars(settings)),
         seeds={"rollout": [settings.seed]},
-        schedule=trajectory.sigmas.tolist(),
-        environment=environment(),
+        schedule=sigmas.tolist(),
+        environment=where,
         cells=cells,
     )
 
 
-def load_group(settings: GroupBench) -> tuple[VelocityPolicy, Trajectory, Tensor]:
+def load_group(settings: GroupBench) -> Group:
     """Load the backbone; its rollout's first group, and advantages."""
-    policy, trajectory, advantages = workload(settings, load(settings))
-    return policy, trajectory.select(range(settings.window)), advantages
+    backbone = load(settings)
+    policy, trajectory, advantages = workload(settings, backbone)
+    trajectory = trajectory.select(range(settings.window))
+    parameters = [p for p in backbone.transformer.parameters() if p.requires_grad]
+    objective = ClippedSurrogate()
+    upstream = [upstream_closed_form(objective, trajectory, j, advantages).gradient for j in range(trajectory.steps)]
+    return Group(policy, trajectory, advantages, parameters, upstream)
 
 
 def load(settings: GroupBench) -> Backbone:
@@ -196,8 +172,7 @@ def load(settings: GroupBench) -> Backbone:
 
 def workload(settings: GroupBench, backbone: Backbone) -> tuple[VelocityPolicy, Trajectory, Tensor]:
     """A rollout, with standard normal advantages: timing does not depend on their values."""
-    prompts = [backbone.prompts[i % len(backbone.prompts)] for i in range(settings.batch)]
-    policy = backbone.policy(prompts, settings.guidance)
+    policy = backbone.policy(prompts_of(backbone, settings.batch), settings.guidance)
     seed = derive_seed(settings.seed, "bench")
     # everything outside the network runs in the dtype of the latents, at least fp32
     precision = torch.promote_types(torch.float32, getattr(torch, settings.dtype))
@@ -206,3 +181,8 @@ def workload(settings: GroupBench, backbone: Backbone) -> tuple[VelocityPolicy, 
     trajectory = rollout(policy, sigmas, DanceSDE(settings.eta), latents, seed)
     advantages = torch.randn(settings.batch, generator=generator_for(seed, "advantages")).to(backbone.device)
     return policy, trajectory, advantages
+
+
+def prompts_of(backbone: Backbone, count: int) -> list[str]:
+    """A prompt per sample, taken in turn."""
+    return [backbone.prompts[i % len(backbone.prompts)] for i in range(count)]

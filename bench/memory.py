@@ -15,16 +15,16 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from bench.arms import arms_for, run_arm
 from bench.children import run_children
-from bench.group import GroupBench, arms_for, load_group
-from jagg_core import ClippedSurrogate, accumulate_gradients, exact_plan
+from bench.group import GroupBench, load_group
 from jagg_core.records import Cell, Record, command_line, recorded
 
 REPEATS = 3
 """Runs of an arm in its process; the first one also allocates the gradients."""
 
-LEFT_OUT = ("exact-again", "exact-bare")
-"""Arms that are there to time the others against."""
+LEFT_OUT = ("exact-again", "exact-bare", "prototype", "subsample")
+"""Arms that are there to time the others against; they hold what exact, or closed-form-sequential, holds."""
 
 
 def run_memory_bench(settings: GroupBench, arms: Sequence[str] | None = None, timeout: float = 600) -> Record:
@@ -51,15 +51,12 @@ def arm_names(window: int) -> list[str]:
 
 def measure(number: int, settings: GroupBench, name: str, folder: str) -> None:
     """Measure one arm in this process, and write what was found to ``folder/peaks.json``."""
-    policy, trajectory, advantages = load_group(settings)
-    [arm] = [arm for arm in arms_for(trajectory.sigmas, settings.window) if arm.name == name]
-    device = trajectory.latents.device
-
-    modes: dict[str, Any] = {"upstream": arm.upstream, "backward": arm.backward, "partly_clipped": "keep"}
-    plan = arm.plan or exact_plan(trajectory.sigmas)
+    group = load_group(settings)
+    [arm] = [a for a in arms_for(group.trajectory.sigmas, settings.window, settings.seed) if a.name == name]
+    device = group.trajectory.latents.device
 
     def run() -> None:
-        accumulate_gradients(policy, trajectory, advantages, plan, ClippedSurrogate(), **modes)
+        run_arm(arm, group)
 
     run()  # gradients are allocated, and libraries set up
     peaks = [_peak_of(run, device) for _ in range(REPEATS)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 
 import torch
@@ -19,13 +20,28 @@ def time_in_rounds(
 ) -> None:
     """Add to every cell that is ok what ``execute(name)`` measures (seconds by name), once per round.
 
-    The order of the arms is drawn anew in every round, so that a machine that gets slower does so for all of them.
+    The order of the arms is drawn anew in every round, so that a machine that gets slower does so for all of them. An
+    arm during which torch.compile made a graph timed that instead: it is failed after the rounds.
     """
     timed = [cell for cell in cells if cell.status == "ok"]
+    compiled = dict.fromkeys(range(len(timed)), 0)
     order = generator_for(seed, "arm order")
     for number in range(rounds):
         for index in torch.randperm(len(timed), generator=order).tolist():
+            before = _compiled_graphs()
             for name, seconds in execute(timed[index].name).items():
                 timed[index].samples.setdefault(name, []).append(seconds)
+            compiled[index] += _compiled_graphs() - before
         if progress is not None:
             progress(f"round {number + 1}")
+    for index, graphs in compiled.items():
+        if graphs:
+            cell = timed[index]
+            cell.status, cell.reason = "failed", f"torch.compile made graphs after the warm-up, {graphs} in all"
+            cell.samples, cell.values = {}, {}
+
+
+def _compiled_graphs() -> int:
+    """Graphs that torch.compile made so far."""
+    dynamo = sys.modules.get("torch._dynamo.utils")  # absent until something is compiled
+    return 0 if dynamo is None else int(dynamo.counters["stats"]["unique_graphs"])

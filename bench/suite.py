@@ -12,19 +12,25 @@ import torch
 
 from bench.children import run_children
 from bench.collectives import CollectiveBench, run_collective_bench
+from bench.fit import fit
 from bench.group import GroupBench, run_group_bench
 from bench.memory import run_memory_bench
+from bench.update import UpdateBench, run_update_bench, speed_ups
 from jagg_core.backbones import list_backbones
 from jagg_core.records import Cell, Record, command_line
 
 Settings = GroupBench | CollectiveBench
-Kind = Literal["group", "memory", "collectives"]
+Kind = Literal["group", "update", "memory", "collectives"]
 
 NOT_REACHED = "the run ended before this cell"
 """Why a cell of a run that was killed has no result."""
 
-COPIES = {"group": 4, "memory": 2, "collectives": 3}
-"""Tensors of the model's size that a kind holds at a time: weights, gradients, and those they are checked against."""
+COPIES = {"group": 4, "update": 8, "memory": 2, "collectives": 3}
+"""Tensors of the model's size that a kind holds at a time: weights, gradients, and those they are checked against; of
+an update also what the optimizer works on."""
+
+CALIBRATION = "results/reference/{}-calibration/calibration-eta0.7.json"
+"""Plans of a backbone whose updates are timed beside exact and the paper's, where this file exists."""
 
 
 @dataclass(frozen=True)
@@ -61,48 +67,76 @@ def _cells(backbone: str, batch: int, windows: Sequence[int], rounds: int, **mor
     return found
 
 
-def _full_size(backbone: str, options: Sequence[str]) -> list[Planned]:
-    """A published model with random weights at 720x720 on a GPU, W = 5, checkpointed."""
-    settings = GroupBench(
-        backbone=backbone,
-        backbone_options=("random_weights=true", "height=720", "width=720", *options),
-        batch=1,
-        window=5,
-        rounds=5,
-        guidance=None if backbone.startswith("flux") else 1.0,
-        checkpointing=True,
-        device="cuda",
-        dtype="bfloat16",
-    )
+def _update(backbone: str, batch: int, window: int, rounds: int) -> Planned:
+    """Training steps of a small backbone, with its calibrated plans."""
+    file = CALIBRATION.format(backbone)
+    calibration = file if Path(file).is_file() else ""
+    settings = UpdateBench(backbone=backbone, batch=batch, window=window, rounds=rounds, calibration=calibration)
+    return Planned("update", settings)
+
+
+def _full_size(backbone: str, options: Sequence[str]) -> dict[str, Any]:
+    """A published model with random weights at 720x720 on a GPU, batch 1, checkpointed."""
+    return {
+        "backbone": backbone,
+        "backbone_options": ("random_weights=true", "height=720", "width=720", *options),
+        "batch": 1,
+        "guidance": None if backbone.startswith("flux") else 1.0,
+        "checkpointing": True,
+        "device": "cuda",
+        "dtype": "bfloat16",
+    }
+
+
+def _full_size_group(backbone: str, options: Sequence[str]) -> list[Planned]:
+    """Time and memory of a group, W = 5."""
+    settings = GroupBench(window=5, rounds=5, **_full_size(backbone, options))
     return [Planned("group", settings), Planned("memory", settings)]
 
 
-def _counts(backbone: str, window: int) -> list[Planned]:
-    return [
-        Planned("collectives", CollectiveBench(backbone=backbone, window=window, checkpointing=checkpointing))
-        for checkpointing in (False, True)
-    ]
+def _full_size_update(backbone: str, options: Sequence[str]) -> Planned:
+    """Training steps without decoding (random weights have no decoder), W = 4: too long to go with a group in a preset.
 
+    A forward F is 37.3 TFLOP (Flux) or 34.9 (Qwen-Image); a LoRA's checkpointed backward is 2 F, as the weights get no
+    gradients. The ways of a round are 3 x 60 F (exact), 48 F (paper) and 2 x 42 F (closed form), beside a rollout of
+    21 F: 333 F. Verifying them once is 3 x 60 + 3 x 42 + 312 = 618 F. With 3 rounds that is about 1,640 F, 61 PFLOP for
+    Flux: 2.5 minutes at 400 TFLOP/s, 5 at 200, and the model is loaded before.
+    """
+    return Planned("update", UpdateBench(window=4, rounds=3, **_full_size(backbone, options)))
+
+
+def _counts(backbone: str, window: int, rounds: int = 3) -> list[Planned]:
+    settings = CollectiveBench(backbone=backbone, window=window, rounds=rounds)
+    return [Planned("collectives", replace(settings, checkpointing=kept)) for kept in (False, True)]
+
+
+FLUX = ("flux-dev", ("lora_rank=32",))
+QWEN = ("qwen-image", ("text_tokens=256", "lora_rank=32"))
 
 PRESETS: dict[str, Callable[[], list[Planned]]] = {
     "smoke": lambda: [
         Planned("group", GroupBench(window=2, batch=2, rounds=2, steps=4)),
+        Planned("update", UpdateBench(backbone="digits-flux", window=2, batch=2, rounds=2, steps=4)),
         Planned("memory", GroupBench(window=2, batch=2, rounds=2, steps=4)),
         Planned("collectives", CollectiveBench(window=2)),
     ],
     "digits": lambda: [
-        *(c for c in _cells("digits-flux", 16, (5,), 7) if c.kind == "group" or not c.settings.checkpointing),
-        _counts("digits-flux", 5)[1],
+        *(c for c in _cells("digits-flux", 16, (5,), 5) if c.kind == "group" or not c.settings.checkpointing),
+        _update("digits-flux", 4, 4, 3),
+        _counts("digits-flux", 5, rounds=1)[1],
     ],
     "laptop": lambda: [
         *_cells("digits-flux", 16, (4, 5), 15),
         *_cells("photos-flux", 6, (4, 5), 15),
         *_cells("photos-qwen", 6, (4, 5), 15),
+        *(_update(backbone, 6, 4, 7) for backbone in ("photos-flux", "photos-qwen")),
         *_counts("digits-flux", 5),
         *_counts("photos-qwen", 5),
     ],
-    "flux-dev": lambda: _full_size("flux-dev", ["lora_rank=32"]),
-    "qwen-image": lambda: _full_size("qwen-image", ["text_tokens=256", "lora_rank=32"]),
+    "flux-dev": lambda: _full_size_group(*FLUX),
+    "qwen-image": lambda: _full_size_group(*QWEN),
+    "flux-dev-update": lambda: [_full_size_update(*FLUX)],
+    "qwen-image-update": lambda: [_full_size_update(*QWEN)],
     "h200": lambda: [*PRESETS["flux-dev"](), *PRESETS["qwen-image"]()],
 }
 """Cells by the name of a preset. Full-size models train a LoRA, as one device holds no second copy of them."""
@@ -139,23 +173,32 @@ def _measure(planned: Planned, out: Path, timeout: float) -> Cell:
     path = out / planned.file
     path.unlink(missing_ok=True)
     try:
-        # a group is timed in a process of its own; the other kinds spawn theirs
+        # what is timed has a process of its own; the other kinds spawn theirs
         if isinstance(planned.settings, CollectiveBench):
             run_collective_bench(replace(planned.settings, timeout=max(1, round(timeout)))).write(path)
         elif planned.kind == "memory":
             run_memory_bench(planned.settings, timeout=timeout).write(path)
         else:
             run_children(_child, (planned.settings, str(path)), 1, timeout)
-        failed = [f"{cell.name}: {cell.reason}" for cell in Record.read(path).cells if cell.status == "failed"]
+        record = Record.read(path)
+        failed = [f"{cell.name}: {cell.reason}" for cell in record.cells if cell.status == "failed"]
     except Exception as error:  # of a child that died, hung or ran out of memory
         return Cell(planned.name, "failed", f"{type(error).__name__}: {str(error).strip()[-2000:]}", settings)
     if failed:
         return Cell(planned.name, "failed", "; ".join(failed), settings)
-    return Cell(planned.name, settings=settings)
+    return Cell(planned.name, settings=settings, values=_derived(planned.kind, record))
+
+
+def _derived(kind: Kind, record: Record) -> dict[str, Any]:
+    """What a page shows of a cell: the cost model beside a group's times, the speed-ups of training steps."""
+    if kind == "group":
+        return {"fit": fit(record)}
+    return {"speed_ups": speed_ups(record)} if kind == "update" else {}
 
 
 def _child(number: int, settings: GroupBench, path: str) -> None:
-    run_group_bench(settings).write(Path(path))
+    found = run_update_bench(settings) if isinstance(settings, UpdateBench) else run_group_bench(settings)
+    found.write(Path(path))
 
 
 def why_not(planned: Planned) -> str | None:

@@ -1,4 +1,4 @@
-"""Time of a whole update by estimator, beside the rollout that goes before it: what a training step is made of."""
+"""Time of a training step by estimator: rollout, decoding and reward, the update of each way, and the optimizer."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.benchmark.utils.timer import timer
 
-from bench.group import TOLERANCE, GroupBench, load, plain_gradient, relative_error, workload
+from bench.group import GroupBench, clear, gradient, load, plain_gradient, prompts_of, verify, workload
 from bench.rounds import time_in_rounds
 from jagg_core import (
     ClippedSurrogate,
@@ -23,19 +23,24 @@ from jagg_core import (
     exact_plan,
     jagg_plan,
 )
-from jagg_core.backbones import schedule_of
+from jagg_core.backbones import Backbone, read_options, schedule_of
 from jagg_core.objective import upstream_closed_form
 from jagg_core.plan import groups_of, routed_groups
 from jagg_core.records import Cell, Record, command_line, environment, recorded
+from jagg_core.rewards import Reward, load_reward, score
 from jagg_core.trajectory import rollout
 
-ROLLOUT = "rollout"
-"""Name of the cell that times a rollout without gradients."""
+PARTS = ("rollout", "reward", "optimizer")
+"""Cells of what every way's training step has besides the update: the rollout without gradients; decoding, and scoring
+the images; clipping the gradient's norm, a step of AdamW, and clearing the gradients."""
+
+REWARDS = {"digits": "ink", "photos": "redness"}
+"""Reward by the data set that the samples look like, where none is asked for. Without a data set: decoding alone."""
 
 
 @dataclass(frozen=True)
 class UpdateBench(GroupBench):
-    """Settings: those of a group, the paper's fraction of groups, and a calibration whose causal plans are timed.
+    """Settings: those of a group, the paper's fraction of groups, a calibration whose causal plans are timed, a reward.
 
     Raises:
         ValueError: a setting out of range, or passes that were not calibrated.
@@ -48,6 +53,7 @@ class UpdateBench(GroupBench):
     jagg_frac: float = 0.6
     calibration: str = ""
     passes: tuple[int, ...] = (8, 5)
+    reward: str = ""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -102,43 +108,52 @@ def paper_parts(sigmas: Tensor, window: int, jagg_frac: float) -> list[Part]:
 
 
 def run_update_bench(settings: UpdateBench, progress: Callable[[str], None] | None = None) -> Record:
-    """Verify every way's gradient against a plain loop over its plan, then time them and a rollout, interleaved.
+    """Verify every way's gradient against a plain loop over its plan, then time them and the other parts, interleaved.
 
-    A way that fails is recorded as failed and left out of the rounds.
+    A way or part that fails is recorded as failed and left out of the rounds.
     """
+    where = environment()
     backbone = load(settings)
+    reward = _reward(settings, backbone)
     policy, trajectory, advantages = workload(settings, backbone)
     sigmas = schedule_of(backbone, settings.schedule, settings.steps, settings.shift)
     objective = ClippedSurrogate()
     parameters = [p for p in backbone.transformer.parameters() if p.requires_grad]
     upstream = [upstream_closed_form(objective, trajectory, j, advantages).gradient for j in range(trajectory.steps)]
-    runs: dict[str, Callable[[], object]] = {
-        ROLLOUT: lambda: rollout(policy, sigmas, DanceSDE(settings.eta), trajectory.latents[0], settings.seed)
-    }
+    runs: dict[str, Callable[[], object]] = {}
     cells: list[Cell] = []
     for way in ways(trajectory, settings):
         runs[way.name] = _runner(way, policy, trajectory, advantages)
         with recorded(cells, way.name) as cell:
             expected = plain_gradient(policy, parameters, trajectory, upstream, way.plan)
-            _clear(parameters)
+            clear(parameters)
             runs[way.name]()
-            found = [p.grad if p.grad is not None else torch.zeros_like(p) for p in parameters]
-            error, limit = relative_error(found, expected), TOLERANCE[getattr(torch, settings.dtype)]
-            if not error <= limit:
-                raise ArithmeticError(f"gradient differs from the plain loop by {error:.2g} (limit {limit:g})")
+            error = verify(gradient(parameters), expected, settings.dtype)
             cell.values = {"relative_error": error, "passes": way.plan.passes}
         if progress is not None:
             progress(f"verified {way.name}")
-    cells.append(Cell(ROLLOUT))
+    optimizer = Optimizer(parameters, gradient(parameters))
+    runs["rollout"] = lambda: rollout(policy, sigmas, DanceSDE(settings.eta), trajectory.latents[0], settings.seed)
+    runs["reward"] = lambda: _judge(backbone, reward, trajectory.final)
+    runs["optimizer"] = optimizer.step
+    said = {"reward": {"reward": reward.name if reward is not None else None}}
 
     def execute(name: str) -> dict[str, float]:
-        _clear(parameters)
+        clear(parameters)
+        if name == "optimizer":
+            optimizer.prepare()
         start = timer()
         runs[name]()
         return {"total_s": timer() - start}
 
+    for name in PARTS:
+        if name == "reward" and read_options(settings.backbone, settings.backbone_options).get("random_weights"):
+            cells.append(Cell(name, "skipped", "a model with random weights has no decoder"))
+            continue
+        with recorded(cells, name, **said.get(name, {})):
+            execute(name)
     time_in_rounds(cells, execute, settings.rounds, settings.seed, progress)
-    _clear(parameters)
+    clear(parameters)
     return Record(
         kind="update-speed",
         command=command_line(),
@@ -146,9 +161,44 @@ def run_update_bench(settings: UpdateBench, progress: Callable[[str], None] | No
         settings=dict(vars(settings)),
         seeds={"rollout": [settings.seed]},
         schedule=trajectory.sigmas.tolist(),
-        environment=environment(),
+        environment=where,
         cells=cells,
     )
+
+
+def _reward(settings: UpdateBench, backbone: Backbone) -> Reward | None:
+    name = settings.reward or REWARDS.get(backbone.dataset or "")
+    return load_reward(name, dataset=backbone.dataset, device=settings.device) if name else None
+
+
+def _judge(backbone: Backbone, reward: Reward | None, latents: Tensor) -> None:
+    """Decode, and score if there is a reward."""
+    images = backbone.decode(latents)
+    if reward is not None:
+        score(reward, images, prompts_of(backbone, len(latents)))
+
+
+class Optimizer:
+    """The optimizer's part of a training step, on copies of the parameters: those that are timed stay the rollout's.
+
+    AdamW at 1e-5 with weight decay 1e-4, gradient norm clipped to 1.
+    """
+
+    def __init__(self, parameters: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
+        self.gradients = gradients
+        self.copies = [p.detach().clone().requires_grad_() for p in parameters]
+        self.adamw = torch.optim.AdamW(self.copies, lr=1e-5, weight_decay=1e-4)
+
+    def prepare(self) -> None:
+        """Gradients as an update leaves them."""
+        for copy, given in zip(self.copies, self.gradients, strict=True):
+            copy.grad = given.clone()
+
+    def step(self) -> None:
+        """What is timed."""
+        torch.nn.utils.clip_grad_norm_(self.copies, 1.0)
+        self.adamw.step()
+        self.adamw.zero_grad()
 
 
 def _runner(way: Way, policy: VelocityPolicy, trajectory: Trajectory, advantages: Tensor) -> Callable[[], None]:
@@ -162,16 +212,18 @@ def _runner(way: Way, policy: VelocityPolicy, trajectory: Trajectory, advantages
     return run
 
 
-def _clear(parameters: Sequence[Tensor]) -> None:
-    for parameter in parameters:
-        parameter.grad = None
-
-
 def speed_ups(record: Record) -> list[dict[str, Any]]:
-    """Speed-up over exact of every way: in backward passes, of the update, and of rollout and update together."""
+    """Speed-up over exact of every way: in backward passes, of the update, and of the whole training step.
+
+    The step is rollout, reward, update and optimizer, without a part that was skipped; its speed-up is None if a part
+    failed. Empty if exact failed.
+    """
     times = {c.name: median(t for t in c.samples["total_s"] if t is not None) for c in record.cells if c.status == "ok"}
-    rolled = times.pop(ROLLOUT)
-    passes = {cell.name: cell.values["passes"] for cell in record.cells if cell.status == "ok" and cell.values}
+    parts = {name: times.pop(name, None) for name in PARTS}
+    skipped = {cell.name for cell in record.cells if cell.status == "skipped"}
+    whole = all(time is not None for name, time in parts.items() if name not in skipped)
+    others = sum(time for time in parts.values() if time is not None)
+    passes = {cell.name: cell.values["passes"] for cell in record.cells if cell.name in times}
     return [
         {
             "way": name,
@@ -179,7 +231,8 @@ def speed_ups(record: Record) -> list[dict[str, Any]]:
             "seconds": time,
             "backward": passes["exact"] / passes[name],
             "update": times["exact"] / time,
-            "step": (rolled + times["exact"]) / (rolled + time),
+            "step": (others + times["exact"]) / (others + time) if whole else None,
         }
         for name, time in times.items()
+        if "exact" in times
     ]

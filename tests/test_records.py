@@ -9,6 +9,7 @@ import subprocess
 import sys
 from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -351,8 +352,34 @@ def test_environment_is_strict_json(tmp_path: Path) -> None:
     assert found["threads"] == torch.get_num_threads()
     assert found["packages"]["torch"] == torch.__version__
     assert {"python", "platform", "processor", "cores", "cuda_devices", "commit", "dirty"} <= found.keys()
+    assert found["cpu_mhz"] is None or found["cpu_mhz"] > 0
+    assert found["load_average"] is None or found["load_average"] >= 0
+    assert len(found["cuda_devices"]) == len(found["cuda_bytes"]) == len(found["cuda_mhz"])
     write_json(tmp_path / "e.json", found)
     assert read_json(tmp_path / "e.json") == found
+
+
+def test_clocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = {"model name": ["some processor"], "cpu MHz": ["2000.0", "3000.0"]}
+    monkeypatch.setattr(records, "_cpuinfo", lambda name: lines[name])
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "some device")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=2**30))
+    monkeypatch.setattr(torch.cuda, "clock_rate", lambda _: 1980)
+    found = environment()
+    assert (found["processor"], found["cpu_mhz"]) == ("some processor", 2500.0)
+    assert (found["cuda_devices"], found["cuda_bytes"], found["cuda_mhz"]) == (["some device"], [2**30], [1980.0])
+
+
+def test_clocks_that_nobody_tells(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_library(index: int) -> int:
+        raise ModuleNotFoundError("pynvml")
+
+    monkeypatch.setattr(torch.cuda, "clock_rate", no_library)
+    monkeypatch.setattr(records, "_cpuinfo", lambda name: [])
+    assert records._cuda_mhz(0) is None
+    found = environment()
+    assert found["cpu_mhz"] is None and found["processor"]
 
 
 def test_command_line_has_no_path_of_the_program(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,21 +10,25 @@ from typing import Any
 import pytest
 import torch
 
-from bench import group
+from bench import arms, group
 from bench.__main__ import main
-from bench.group import GroupBench, arms_for, relative_error, run_group_bench
+from bench.arms import PHASES, arms_for, run_arm
+from bench.group import GroupBench, load_group, relative_error, run_group_bench
 from jagg_core import RatioNoise, dance_schedule
 from jagg_core.records import Record
+from tests.jagg_core.fields import MlpField
 
 ARMS = [
     "exact",
     "exact-again",
     "exact-bare",
     "exact-batched",
+    "prototype",
     "paper-joint",
     "closed-form-sequential",
     "closed-form-batched",
     "endpoint-only",
+    "subsample",
 ]
 SMALL: dict[str, Any] = {"batch": 3, "rounds": 4, "warmup": 1, "window": 4, "steps": 8}
 
@@ -50,7 +54,7 @@ def test_every_arm_is_verified(record: Record) -> None:
     assert [(c.name, c.reason) for c in record.cells if c.status != "ok"] == []
     for cell in record.cells:
         assert 0 <= cell.values["relative_error"] < group.TOLERANCE[torch.float32]
-    assert [c.values["passes"] for c in record.cells] == [3, 3, 3, 3, 2, 2, 2, 2]
+    assert [c.values["passes"] for c in record.cells] == [3, 3, 3, 3, 2, 2, 2, 2, 2, 2]
 
 
 def test_every_arm_has_a_sample_per_round(record: Record) -> None:
@@ -60,7 +64,7 @@ def test_every_arm_has_a_sample_per_round(record: Record) -> None:
         assert {len(samples) for samples in cell.samples.values()} == {2}
         assert all(seconds > 0 for samples in cell.samples.values() for seconds in samples)  # type: ignore[operator]
         if len(phases) > 1:
-            for total, *parts in zip(*(cell.samples[f"{p}_s"] for p in ("total", *group.PHASES)), strict=True):
+            for total, *parts in zip(*(cell.samples[f"{p}_s"] for p in ("total", *PHASES)), strict=True):
                 assert sum(parts) <= total  # type: ignore[arg-type, operator]
 
 
@@ -96,28 +100,28 @@ def test_threads_are_recorded_and_left_alone(threads: int, stub: str) -> None:
 
 def test_arms_take_turns_in_an_order_drawn_anew(stub: str, monkeypatch: pytest.MonkeyPatch) -> None:
     ran: list[tuple[str, str, int]] = []
-    accumulate = group.accumulate_gradients
+    accumulate = arms.accumulate_gradients
 
     def logged(policy: Any, trajectory: Any, advantages: Any, plan: Any, *rest: Any, **settings: Any) -> Any:
         ran.append((*rest[1:3], plan.passes))
         return accumulate(policy, trajectory, advantages, plan, *rest, **settings)
 
-    monkeypatch.setattr(group, "accumulate_gradients", logged)
+    monkeypatch.setattr(arms, "accumulate_gradients", logged)
     steps: list[str] = []
     run_group_bench(GroupBench(stub, **{**SMALL, "warmup": 2}), progress=steps.append)
-    arms = len(ARMS) - 1  # all but the bare one
-    assert len(ran) == arms * (2 + 4)
-    rounds = [ran[start : start + arms] for start in range(2 * arms, len(ran), arms)]
+    by_engine = len(ARMS) - 2
+    assert len(ran) == by_engine * (2 + 4)
+    rounds = [ran[start : start + by_engine] for start in range(2 * by_engine, len(ran), by_engine)]
     assert len(rounds) == 4
     for one in rounds:
-        assert Counter(one) == Counter(ran[: 2 * arms : 2])
+        assert Counter(one) == Counter(ran[: 2 * by_engine : 2])
     assert len({tuple(one) for one in rounds}) > 1
     assert steps == [f"verified {name}" for name in ARMS] + [f"round {n}" for n in (1, 2, 3, 4)]
 
 
 def sabotage(monkeypatch: pytest.MonkeyPatch, backward: str, factor: float | None) -> None:
     """Scale the gradients of the arms with this backward mode, or let them fail."""
-    accumulate = group.accumulate_gradients
+    accumulate = arms.accumulate_gradients
 
     def sabotaged(policy: Any, trajectory: Any, advantages: Any, plan: Any, *rest: Any, **settings: Any) -> Any:
         report = accumulate(policy, trajectory, advantages, plan, *rest, **settings)
@@ -128,7 +132,7 @@ def sabotage(monkeypatch: pytest.MonkeyPatch, backward: str, factor: float | Non
                 parameter.grad.mul_(factor)
         return report
 
-    monkeypatch.setattr(group, "accumulate_gradients", sabotaged)
+    monkeypatch.setattr(arms, "accumulate_gradients", sabotaged)
 
 
 @pytest.mark.parametrize(
@@ -186,12 +190,50 @@ def test_with_checkpointing(stub: str) -> None:
 
 @pytest.mark.parametrize("window", [2, 3, 5])
 def test_arms_are_of_one_group(window: int) -> None:
-    arms = arms_for(dance_schedule(21)[:window], window)
-    assert [arm.name for arm in arms] == ARMS
-    for arm in arms:
-        if arm.plan is not None:
-            assert arm.plan.steps == window
-            assert arm.plan.passes == (window if arm.name.startswith("exact") else 2)
+    found = arms_for(dance_schedule(21)[:window], window)
+    assert [arm.name for arm in found] == ARMS
+    for arm in found:
+        assert (arm.plan is None) == (arm.bare is not None) == (arm.name in ("exact-bare", "prototype"))
+        assert arm.amounts_to.steps == window
+        assert arm.amounts_to.passes == (window if arm.name.startswith("exact") else 2)
+
+
+@pytest.mark.parametrize("arm", ARMS)
+def test_forwards_of_an_arm(arm: str, stub: str) -> None:
+    """Steps that run forward without a graph and with one, W = 5. The prototype runs its ends twice."""
+    work = load_group(GroupBench(stub, batch=3, window=5))
+    assert isinstance(work.policy, MlpField)
+    work.policy.calls.clear()
+    [one] = [one for one in arms_for(work.trajectory.sigmas, 5) if one.name == arm]
+    run_arm(one, work)
+    rows = {grad: sum(len(c.rows) for c in work.policy.calls if c.grad == grad) // 3 for grad in (False, True)}
+    expected = {"prototype": (5, 2), "paper-joint": (3, 2)}
+    few = {"closed-form-sequential", "closed-form-batched", "endpoint-only", "subsample"}
+    assert (rows[False], rows[True]) == expected.get(arm, (0, 2) if arm in few else (0, 5))
+
+
+def test_the_steps_of_subsample_are_drawn_by_the_seed() -> None:
+    drawn = [arms_for(dance_schedule(21)[:10], 10, seed)[-1].amounts_to for seed in (0, 0, 1, 2)]
+    assert drawn[0].knots == drawn[1].knots
+    assert len({plan.knots for plan in drawn}) > 1
+    assert drawn[0].weights.sum() == 10
+
+
+def test_gradients_agree_on_any_number_of_threads() -> None:
+    """Sums are taken in another order."""
+    work = load_group(GroupBench(batch=4, window=2))
+    [arm] = [one for one in arms_for(work.trajectory.sigmas, 2) if one.name == "exact-batched"]
+    found, before = [], torch.get_num_threads()
+    try:
+        for threads in (1, 4):
+            torch.set_num_threads(threads)
+            group.clear(work.parameters)
+            run_arm(arm, work)
+            assert torch.get_num_threads() == threads
+            found.append(group.gradient(work.parameters))
+    finally:
+        torch.set_num_threads(before)
+    assert relative_error(*found) < 1e-5
 
 
 def test_relative_error() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from statistics import median
 
@@ -10,7 +11,7 @@ import torch
 
 from bench.__main__ import main
 from bench.group import GroupBench
-from bench.memory import REPEATS, LiveBytes, arm_names, run_memory_bench
+from bench.memory import REPEATS, LiveBytes, arm_names, measure, run_memory_bench
 from jagg_core.records import Record
 
 SETTINGS = GroupBench(backbone="tests.bench.wide:load", batch=512, window=5)
@@ -35,6 +36,14 @@ def test_graphs_at_a_time(peaks: dict[str, float]) -> None:
 
 def test_closed_form_one_after_the_other_needs_no_more_than_exact(peaks: dict[str, float]) -> None:
     assert peaks["closed-form-sequential"] <= 1.001 * peaks["exact"]
+
+
+def test_the_prototype_holds_what_exact_holds(peaks: dict[str, float], tmp_path: Path) -> None:
+    """Which is why it is left out."""
+    measure(0, SETTINGS, "prototype", str(tmp_path))
+    found = json.loads((tmp_path / "peaks.json").read_text())
+    assert len(found) == REPEATS
+    assert 0.9 * peaks["exact"] < median(found) < 1.1 * peaks["exact"]
 
 
 def test_live_bytes() -> None:
@@ -64,7 +73,7 @@ def test_an_arm_that_hangs_is_recorded() -> None:
     assert "TimeoutError: not done after 0.1 s" in (record.cell("exact").reason or "")
 
 
-def test_every_arm_but_the_bare_ones() -> None:
+def test_arms_that_differ_in_memory() -> None:
     assert arm_names(5) == [
         "exact",
         "exact-batched",

@@ -14,12 +14,14 @@ from bench.__main__ import main
 from bench.collectives import CollectiveBench
 from bench.group import GroupBench
 from bench.suite import PRESETS, Planned, needed_bytes, run_suite, why_not
+from bench.update import UpdateBench
 from jagg_core.records import Record
 
 WIDE = GroupBench(backbone="tests.bench.wide:load", window=2, batch=4, rounds=2, steps=4)
 CELLS = [
     Planned("group", WIDE),
     Planned("memory", WIDE),
+    Planned("update", UpdateBench(backbone="tests.bench.wide:load", window=2, batch=4, rounds=2, steps=4)),
     Planned("group", replace(WIDE, backbone="tests.bench.wide:broken")),
     Planned("collectives", CollectiveBench(backbone="tests.bench.wide:broken", window=2)),
     Planned("group", replace(WIDE, device="cuda:7")),
@@ -36,7 +38,7 @@ def own_preset(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("name", sorted(PRESETS))
 def test_presets_have_cells_of_their_own_names(name: str) -> None:
     cells = PRESETS[name]()
-    assert len(cells) >= 2
+    assert cells
     assert len({cell.name for cell in cells}) == len({cell.file for cell in cells}) == len(cells)
     assert all(cell.name.startswith(f"{cell.kind}/") and "/" not in cell.file for cell in cells)
 
@@ -54,14 +56,22 @@ def test_what_became_of_every_cell(tmp_path: Path, capsys: pytest.CaptureFixture
     assert caught.value.code == 1
     record = Record.read(tmp_path / "record.json")
     assert record.kind == "bench" and [cell.name for cell in record.cells] == [cell.name for cell in CELLS]
-    assert [cell.status for cell in record.cells] == ["ok", "ok", "failed", "failed", "skipped"]
-    group, memory, broken, ranks, skipped = record.cells
+    assert [cell.status for cell in record.cells] == ["ok", "ok", "ok", "failed", "failed", "skipped"]
+    group, memory, update, broken, ranks, skipped = record.cells
     assert Record.read(tmp_path / group.settings["file"]).kind == "group-speed"
     assert Record.read(tmp_path / memory.settings["file"]).kind == "memory"
+    assert Record.read(tmp_path / update.settings["file"]).kind == "update-speed"
+    # what a page shows beside the samples
+    predicted = group.values["fit"]["arms"]
+    assert {"prototype", "paper-joint", "closed-form-batched"} <= predicted.keys()
+    assert all(arm["predicted_s"] > 0 and arm["measured_s"] > 0 for arm in predicted.values())
+    assert [one["way"] for one in update.values["speed_ups"]][:2] == ["exact", "exact-again"]
+    assert all(one["step"] > 0 for one in update.values["speed_ups"])
+    assert memory.values == {}
     assert "no room for this model" in (broken.reason or "") and "no room for this model" in (ranks.reason or "")
     assert skipped.reason == "needs a CUDA device; this machine has none"
     printed = capsys.readouterr()
-    assert "1.00x" in printed.out and "skipped" in printed.out
+    assert "1.00x" in printed.out and "skipped" in printed.out and "whole step" in printed.out
     assert "no room for this model" in printed.err
 
 
@@ -74,7 +84,7 @@ def test_a_run_that_is_killed_keeps_what_was_done(tmp_path: Path) -> None:
         run_suite("smoke", tmp_path, progress=stop)
     record = Record.read(tmp_path / "record.json")
     assert [cell.name for cell in record.cells] == [cell.name for cell in CELLS]
-    assert [cell.reason for cell in record.cells] == [None, *["the run ended before this cell"] * 4]
+    assert [cell.reason for cell in record.cells] == [None, *["the run ended before this cell"] * 5]
 
 
 @pytest.mark.usefixtures("own_preset")
@@ -86,6 +96,18 @@ def test_cells_that_hang_are_failed_ones(tmp_path: Path, monkeypatch: pytest.Mon
     json.loads((tmp_path / "record.json").read_text())
 
 
+def test_updates_of_presets(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """With the calibration that ships, and without one elsewhere; models of full size in presets of their own."""
+    updates = {name: [c.settings for c in PRESETS[name]() if c.kind == "update"] for name in PRESETS}
+    counts = {name: len(found) for name, found in updates.items() if found}
+    assert counts == {"smoke": 1, "digits": 1, "laptop": 2, "flux-dev-update": 1, "qwen-image-update": 1}
+    [digits] = updates["digits"]
+    assert isinstance(digits, UpdateBench) and Path(digits.calibration).is_file()
+    monkeypatch.chdir(tmp_path)
+    [digits] = [c.settings for c in PRESETS["digits"]() if isinstance(c.settings, UpdateBench)]
+    assert digits.calibration == ""
+
+
 def test_memory_that_does_not_suffice(monkeypatch: pytest.MonkeyPatch) -> None:
     large = Planned("group", GroupBench(backbone="flux-dev"))
     # weights, gradients, and the twin's of both, in fp32
@@ -93,6 +115,8 @@ def test_memory_that_does_not_suffice(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(suite, "_memory", lambda device: 2**30)
     assert why_not(large) == "needs 177.3 GiB, cpu has 1.0"
     assert why_not(Planned("group", WIDE)) is None
+    # and what the optimizer works on
+    assert needed_bytes(replace(large, kind="update")) == 2 * needed_bytes(large)
     lora = replace(large.settings, backbone_options=("lora_rank=4",), dtype="bfloat16")
     assert needed_bytes(Planned("group", lora)) == 2 * 11_901_408_320
 

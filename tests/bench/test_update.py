@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from bench import update
 from bench.__main__ import main
-from bench.update import ROLLOUT, UpdateBench, paper_parts, run_update_bench, speed_ups
+from bench.update import PARTS, Optimizer, UpdateBench, paper_parts, run_update_bench, speed_ups
 from jagg_core import dance_schedule, jagg_plan
 from jagg_core.records import Cell, Record
 
@@ -45,24 +46,97 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         "jagg-closed-form-batched",
         "causal-5-sequential",
         "causal-5-batched",
-        ROLLOUT,
+        *PARTS,
     ]
     assert [(cell.name, cell.reason) for cell in record.cells if cell.status != "ok"] == []
     assert all(len(cell.samples["total_s"]) == 2 for cell in record.cells)
     assert all(cell.values["relative_error"] < 1e-4 for cell in record.cells if cell.values)
     assert {c.name: c.values["passes"] for c in record.cells if c.values}["paper"] == 14
-    assert "rollout + update" in capsys.readouterr().out
+    assert record.cell("reward").settings == {"reward": "ink"}
+    printed = capsys.readouterr().out
+    assert all(word in printed for word in ("backward", "update", "whole step", "beside the update: rollout"))
+
+
+def timed(passes: int, seconds: float) -> dict[str, object]:
+    return {"samples": {"total_s": [seconds] * 3}, "values": {"passes": passes} if passes else {}}
+
+
+def step_record(*more: Cell) -> Record:
+    """Rollout, reward and optimizer 60, forwards 10, backwards 20; half of the backwards saved, and no forward."""
+    cells = [
+        Cell("exact", **timed(20, 30.0)),  # type: ignore[arg-type]
+        Cell("paper", **timed(10, 20.0)),  # type: ignore[arg-type]
+        Cell("rollout", **timed(0, 55.0)),  # type: ignore[arg-type]
+        Cell("optimizer", **timed(0, 2.0)),  # type: ignore[arg-type]
+    ]
+    return Record("update-speed", [], "any", {}, {}, cells=[*cells, *more])
 
 
 def test_ratios_of_parts_and_of_the_whole() -> None:
-    times = {"exact": (20, 9.0), "paper": (10, 6.0), ROLLOUT: (0, 6.0)}
-    cells = [
-        Cell(name, samples={"total_s": [time] * 3}, values={"passes": passes} if passes else {})
-        for name, (passes, time) in times.items()
-    ]
-    exact, paper = speed_ups(Record("update-speed", [], "any", {}, {}, cells=cells))
+    exact, paper = speed_ups(step_record(Cell("reward", **timed(0, 3.0))))  # type: ignore[arg-type]
     assert (exact["backward"], exact["update"], exact["step"]) == (1, 1, 1)
-    assert (paper["backward"], paper["update"], paper["step"]) == (2, 1.5, 1.25)
+    assert (paper["backward"], paper["update"], paper["step"]) == (2, 1.5, 1.125)
+
+
+def test_a_step_of_which_a_part_failed_has_no_ratio() -> None:
+    """One that was skipped is no part of the step."""
+    paper = speed_ups(step_record(Cell("reward", "failed", "no such image")))[1]
+    assert (paper["backward"], paper["update"], paper["step"]) == (2, 1.5, None)
+    assert speed_ups(step_record(Cell("reward", "skipped", "no decoder")))[1]["step"] == pytest.approx(87 / 77)
+    record = step_record()
+    record.cells[0] = Cell("exact", "failed", "out of memory")
+    assert speed_ups(record) == []
+
+
+def test_left_over_steps_are_exact() -> None:
+    """20 steps in groups of 6: two are left."""
+    parts = paper_parts(SIGMAS, 6, 1.0)
+    assert [len(part.steps) for part in parts] == [6, 6, 6, 2]
+    assert [part.plan.passes for part in parts] == [2, 2, 2, 2]
+
+
+@pytest.mark.parametrize(("reward", "said"), [("", None), ("sharpness", "sharpness")])
+def test_the_reward_of_a_backbone_without_data_set(reward: str, said: str | None, stub: str) -> None:
+    sizes = {"batch": 2, "rounds": 2, "steps": 6, "window": 2}
+    record = run_update_bench(UpdateBench(stub, reward=reward, **sizes))  # type: ignore[arg-type]
+    cell = record.cell("reward")
+    assert cell.settings == {"reward": said}
+    # images of 2x2 pixels have no Laplacian
+    assert cell.status == ("failed" if reward else "ok")
+    assert (speed_ups(record)[0]["step"] is None) == bool(reward)
+
+
+def test_an_unknown_reward_is_refused_before_the_rollout(stub: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(update, "workload", lambda *_: pytest.fail("rolled out before the refusal"))
+    with pytest.raises(ValueError, match="unknown reward 'inc', nearest is 'ink'"):
+        run_update_bench(UpdateBench(stub, reward="inc"))
+
+
+def test_random_weights_are_not_decoded(stub: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(update, "read_options", lambda *_: {"random_weights": True})
+    record = run_update_bench(UpdateBench(stub, batch=2, rounds=2, steps=6, window=2))
+    assert (record.cell("reward").status, record.cell("reward").samples) == ("skipped", {})
+    assert speed_ups(record)[0]["step"] == 1
+
+
+def test_the_optimizer_works_on_copies() -> None:
+    """Of parameters and gradients: what is timed later finds the rollout's weights."""
+    weights = [torch.ones(3, requires_grad=True), torch.full((2,), -0.0, requires_grad=True)]
+    gradients = [torch.full((3,), 100.0), torch.ones(2)]
+    optimizer = Optimizer(weights, gradients)
+    for _ in range(2):
+        optimizer.prepare()
+        optimizer.step()
+    assert all(copy.grad is None for copy in optimizer.copies)
+    assert [w.tolist() for w in weights] == [[1, 1, 1], [-0.0, -0.0]]
+    assert [g.tolist() for g in gradients] == [[100] * 3, [1, 1]]
+    assert all((copy < weight).all() for copy, weight in zip(optimizer.copies, weights, strict=True))
+
+
+def test_every_part_of_a_step_is_timed_in_every_round(stub: str) -> None:
+    record = run_update_bench(UpdateBench(stub, batch=2, rounds=3, steps=6, window=2))
+    assert {cell.name for cell in record.cells} >= {"exact", "paper", *PARTS}
+    assert {len(cell.samples["total_s"]) for cell in record.cells} == {3}
 
 
 def test_a_calibration_of_another_backbone_is_refused(tmp_path: Path) -> None:

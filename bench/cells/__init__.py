@@ -1,0 +1,1 @@
+"""Cells that pytest-benchmark times: see `bench.cells.test_cells`."""

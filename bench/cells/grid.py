@@ -1,0 +1,106 @@
+"""Which cells pytest times: a grid of settings, arms and phases."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from itertools import product
+from typing import Any, get_args, get_type_hints
+
+import pytest
+import torch
+
+from bench.arms import PHASES, arms_for
+from bench.group import GroupBench
+
+WITHOUT_PHASES = "exact-bare"
+"""The arm of which only the total is timed."""
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Values to combine; the defaults are a smoke run.
+
+    Raises:
+        ValueError: a setting out of range, or an arm or phase that does not exist.
+    """
+
+    backbone: tuple[str, ...] = ("digits-flux",)
+    window: tuple[int, ...] = (3,)
+    batch: tuple[int, ...] = (2,)
+    dtype: tuple[str, ...] = ("float32",)
+    checkpointing: tuple[str, ...] = ("off",)
+    device: tuple[str, ...] = ("cpu",)
+    arm: tuple[str, ...] = tuple(arm.name for arm in arms_for(torch.tensor([1.0, 0.5]), 2))
+    phase: tuple[str, ...] = ("total", *PHASES)
+    rounds: int = 5
+    warmup: int = 1
+
+    def __post_init__(self) -> None:
+        allowed = {"arm": Grid.arm, "phase": Grid.phase, "checkpointing": ("off", "on")}
+        for name, values in allowed.items():
+            unknown = [value for value in getattr(self, name) if value not in values]
+            if unknown:
+                raise ValueError(f"{name} must be of {list(values)}, found {unknown[0]!r}")
+        self.settings()
+
+    def settings(self) -> list[GroupBench]:
+        """Groups to load, in order."""
+        names = ("backbone", "device", "dtype", "checkpointing", "window", "batch")
+        shared: dict[str, Any] = {"rounds": self.rounds, "warmup": self.warmup}
+        combined = [
+            dict(zip(names, one, strict=True)) for one in product(*(dict.fromkeys(getattr(self, n)) for n in names))
+        ]
+        return [GroupBench(**one | {"checkpointing": one["checkpointing"] == "on"}, **shared) for one in combined]
+
+    def cells(self) -> list[GridCell]:
+        """All of them, group by group."""
+        return [
+            GridCell(settings, arm, phase)
+            for settings in self.settings()
+            for arm in dict.fromkeys(self.arm)
+            for phase in dict.fromkeys(self.phase)
+            if arm != WITHOUT_PHASES or phase == "total"
+        ]
+
+
+@dataclass(frozen=True)
+class GridCell:
+    """One arm's phase on one group."""
+
+    settings: GroupBench
+    arm: str
+    phase: str
+
+    @property
+    def name(self) -> str:
+        """Readable and stable: ``closed-form-batched-total-digits-flux-W5-float32-b16``."""
+        s = self.settings
+        more = ["checkpointing"] * s.checkpointing + [s.device.replace(":", "-")] * (s.device != "cpu")
+        return "-".join([self.arm, self.phase, s.backbone, f"W{s.window}", s.dtype, f"b{s.batch}", *more])
+
+
+GRID = pytest.StashKey[Grid]()
+"""Where pytest keeps the grid of a session."""
+
+
+def read_grid(given: dict[str, str | None]) -> Grid:
+    """A grid from text: values are separated by commas, None is the default.
+
+    Raises:
+        ValueError: a value of another type, or as `Grid`.
+    """
+    found: dict[str, Any] = {}
+    types = get_type_hints(Grid)
+    for field in fields(Grid):
+        text = given.get(field.name)
+        if text is None:
+            continue
+        kind = next(iter(get_args(types[field.name])), types[field.name])
+        try:
+            values = tuple(kind(part.strip()) for part in text.split(","))
+        except ValueError as error:
+            raise ValueError(f"{field.name} must be of type {kind.__name__}, found {text!r}") from error
+        if not isinstance(field.default, tuple) and len(values) != 1:
+            raise ValueError(f"{field.name} takes one value, found {text!r}")
+        found[field.name] = values if isinstance(field.default, tuple) else values[0]
+    return Grid(**found)

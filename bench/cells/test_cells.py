@@ -1,0 +1,121 @@
+"""Every arm's phases as cells of pytest-benchmark: each verifies its gradient against a plain loop, then is timed.
+
+A plain ``pytest`` runs the smoke grid once, untimed. To time one, values separated by commas::
+
+    python -m pytest bench --benchmark-enable --benchmark-json=cells.json \
+        --bench-backbone digits-flux,photos-flux --bench-window 4,5 --bench-batch 16 --bench-checkpointing off,on
+
+``python -m pytest bench --help`` has all options (``--bench-device``, ``--bench-dtype``, ``--bench-arm``,
+``--bench-phase``, ``--bench-rounds``, ``--bench-warmup``). The file also says which of the cells that were asked for
+are ok, failed, skipped or missing. `python -m bench group` interleaves its arms, and is the one to compare arms by.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.benchmark.utils.timer import timer
+
+from bench.arms import PHASES, Arm, arms_for, run_arm
+from bench.cells.grid import GRID
+from bench.group import GroupBench, clear, gradient, load_group, plain_gradient, verify
+from bench.suite import Planned, why_not
+from jagg_core.records import plain
+
+# half precision has another rounding in another batch shape; that is not what is timed
+pytestmark = pytest.mark.filterwarnings("ignore::jagg_core.RatioNoise")
+
+SPENT = dict.fromkeys(PHASES, 0.0)
+"""Seconds that runs spent in each phase so far, by the one timer: a phase's clock."""
+
+
+def forward_clock() -> float:
+    """Seconds spent in forwards."""
+    return SPENT["forward"]
+
+
+def upstream_clock() -> float:
+    """Seconds spent on upstream gradients and their sums."""
+    return SPENT["upstream"]
+
+
+def backward_clock() -> float:
+    """Seconds spent in backwards."""
+    return SPENT["backward"]
+
+
+CLOCKS: dict[str, Callable[[], float]] = {
+    "total": timer,
+    "forward": forward_clock,
+    "upstream": upstream_clock,
+    "backward": backward_clock,
+}
+"""What pytest-benchmark reads before and after a run. In a total no clock is read in between, as that waits for the
+device."""
+
+
+class Loaded:
+    """A group, its arms, and the gradients that they have to give."""
+
+    def __init__(self, settings: GroupBench) -> None:
+        self.settings = settings
+        self.group = load_group(settings)
+        arms = arms_for(self.group.trajectory.sigmas, settings.window, settings.seed)
+        self.arms = {arm.name: arm for arm in arms}
+        self._expected: dict[str, list[Tensor]] = {}
+
+    def expected(self, arm: Arm) -> list[Tensor]:
+        """By a plain loop, once per arm."""
+        if arm.name not in self._expected:
+            g, plan = self.group, arm.amounts_to
+            self._expected = {arm.name: plain_gradient(g.policy, g.parameters, g.trajectory, g.upstream, plan)}
+        return self._expected[arm.name]
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """A test per cell of the grid."""
+    grid = metafunc.config.stash[GRID]
+    cells = [
+        pytest.param(
+            cell.settings,
+            cell.arm,
+            cell.phase,
+            id=cell.name,
+            marks=pytest.mark.benchmark(timer=CLOCKS[cell.phase], group=cell.name.removeprefix(f"{cell.arm}-")),
+        )
+        for cell in grid.cells()
+    ]
+    metafunc.parametrize(("loaded", "arm", "phase"), cells, indirect=["loaded"], scope="module")
+
+
+@pytest.fixture(scope="module")
+def loaded(request: pytest.FixtureRequest) -> Loaded:
+    """The group of some settings, loaded once for all of its cells."""
+    reason = why_not(Planned("group", request.param))
+    if reason is not None:
+        pytest.skip(reason)
+    return Loaded(request.param)
+
+
+def test_cell(loaded: Loaded, arm: str, phase: str, benchmark: Any) -> None:
+    """Verify, then time."""
+    one, group, settings = loaded.arms[arm], loaded.group, loaded.settings
+    clear(group.parameters)
+    run_arm(one, group)
+    error = verify(gradient(group.parameters), loaded.expected(one), settings.dtype)
+    about = {name: getattr(settings, name) for name in ("backbone", "batch", "dtype", "device", "checkpointing")}
+    about |= {"arm": arm, "phase": phase, "W": settings.window, "T": settings.steps - 1}
+    about |= {"threads": torch.get_num_threads(), "passes": one.amounts_to.passes, "relative_error": error}
+    benchmark.extra_info.update(plain(about))
+
+    def run() -> None:
+        for name, seconds in run_arm(one, group, None if phase == "total" else timer).items():
+            SPENT[name] += seconds
+
+    repeats = {"rounds": settings.rounds, "warmup_rounds": settings.warmup, "iterations": 1}
+    benchmark.pedantic(run, setup=lambda: clear(group.parameters), **repeats)
+    clear(group.parameters)

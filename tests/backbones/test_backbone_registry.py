@@ -136,7 +136,9 @@ def test_an_option_is_given_once(optional: str) -> None:
 def test_unknown_options_are_refused_before_loading(optional: str) -> None:
     with pytest.raises(ValueError, match=r"has the options .* found 'hight'"):
         load_backbone(optional, hight=8)
-    with pytest.raises(ValueError, match=r"'digits-flux' has the options \['lora_rank', 'lora_alpha'\], found 'height'"):
+    with pytest.raises(
+        ValueError, match=r"'digits-flux' has the options \['lora_rank', 'lora_alpha'\], found 'height'"
+    ):
         load_backbone("digits-flux", height=8)
 
 

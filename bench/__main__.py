@@ -106,7 +106,7 @@ def run_preset(arguments: argparse.Namespace) -> Record:
         if cell.status == "ok" and cell.settings["kind"] in LINES:
             for line in LINES[cell.settings["kind"]](Record.read(out / cell.settings["file"])):
                 print(f"         {line}")
-    print(f"wrote {out / 'record.json'}")
+    print(f"wrote {out / 'record.json'}; its page: python -m analysis report {out}")
     return record
 
 

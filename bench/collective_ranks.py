@@ -6,7 +6,6 @@ import json
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,14 +15,15 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.benchmark.utils.timer import timer
 
+from bench.arms import Group, arms_for, run_arm
 from bench.counting import Counter, Stopwatch
-from bench.group import TOLERANCE, Group, arms_for, clear, gradient, prompts_of, relative_error, run_arm
+from bench.group import TOLERANCE, clear, gradient, prompts_of, relative_error
 from bench.layouts import lay_out, without_reduction
 from bench.memory import LiveBytes
 from bench.rounds import time_in_rounds
 from jagg_core import DanceSDE, exact_plan, initial_latents
 from jagg_core.backbones import load_backbone, read_options
-from jagg_core.distributed import FixedParameters
+from jagg_core.distributed import FixedParameters, join_as
 from jagg_core.records import Cell
 from jagg_core.schedule import dance_schedule
 from jagg_core.seeding import derive_seed, generator_for
@@ -81,8 +81,7 @@ def measure(rank: int, local_rank: int, settings: CollectiveBench, rendezvous: s
         ValueError: the backbone has no blocks to shard.
         ArithmeticError: an arm's gradient is not that of the whole model.
     """
-    _join(rank, local_rank, settings, rendezvous)
-    device = torch.device(settings.device, local_rank) if settings.device == "cuda" else torch.device(settings.device)
+    device = _join(rank, local_rank, settings, rendezvous)
     dtype: torch.dtype = getattr(torch, settings.dtype)
     options = read_options(settings.backbone, settings.backbone_options)
     backbone: Any = load_backbone(settings.backbone, device, dtype, **options)
@@ -118,24 +117,15 @@ def measure(rank: int, local_rank: int, settings: CollectiveBench, rendezvous: s
     return {"units": units, "parameters": parameters, "cells": [vars(cell) for cell in cells]}
 
 
-def _join(rank: int, local_rank: int, settings: CollectiveBench, rendezvous: str) -> None:
+def _join(rank: int, local_rank: int, settings: CollectiveBench, rendezvous: str) -> torch.device:
     if settings.device == "cpu":
         torch.set_num_threads(1)
     if settings.pretend:
         from torch.testing._internal.distributed.fake_pg import FakeStore
 
         dist.init_process_group("fake", rank=rank, world_size=settings.ranks, store=FakeStore())
-        return
-    if settings.device == "cuda":
-        torch.cuda.set_device(local_rank)
-    dist.init_process_group(
-        "nccl" if settings.device == "cuda" else "gloo",
-        init_method=rendezvous,
-        rank=rank,
-        world_size=settings.ranks,
-        timeout=timedelta(seconds=settings.timeout),
-        device_id=torch.device("cuda", local_rank) if settings.device == "cuda" else None,
-    )
+        return torch.device(settings.device)
+    return join_as(rank, local_rank, settings.ranks, settings.device, settings.timeout, rendezvous)
 
 
 def _group(settings: CollectiveBench, backbone: Any) -> Group:

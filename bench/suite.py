@@ -25,9 +25,9 @@ Kind = Literal["group", "update", "memory", "collectives"]
 NOT_REACHED = "the run ended before this cell"
 """Why a cell of a run that was killed has no result."""
 
-COPIES = {"group": 4, "update": 8, "memory": 2, "collectives": 3}
+COPIES = {"group": 4, "update": 8, "memory": 2, "collectives": 12}
 """Tensors of the model's size that a kind holds at a time: weights, gradients, and those they are checked against; of
-an update also what the optimizer works on."""
+an update also what the optimizer works on, of collectives a whole gradient of every arm."""
 
 CALIBRATION = "results/reference/{}-calibration/calibration-eta0.7.json"
 """Plans of a backbone whose updates are timed beside exact and the paper's, where this file exists."""

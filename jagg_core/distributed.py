@@ -61,12 +61,25 @@ def join(device: str, timeout: int) -> torch.device:
     world = int(os.environ.get("WORLD_SIZE", "1"))
     if world == 1 or dist.is_initialized():
         return torch.device(device)
+    return join_as(int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"]), world, device, timeout)
+
+
+def join_as(
+    rank: int, local_rank: int, world: int, device: str, timeout: int, rendezvous: str = "env://"
+) -> torch.device:
+    """Join a process group of ``world`` ranks, by NCCL on GPUs and gloo on the CPU. Returns this rank's device."""
     found = torch.device(device)
     if found.type == "cuda":
-        found = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        found = torch.device("cuda", local_rank)
         torch.cuda.set_device(found)
-    backend = "nccl" if found.type == "cuda" else "gloo"
-    dist.init_process_group(backend, timeout=timedelta(seconds=timeout))
+    dist.init_process_group(
+        "nccl" if found.type == "cuda" else "gloo",
+        init_method=rendezvous,
+        rank=rank,
+        world_size=world,
+        timeout=timedelta(seconds=timeout),
+        device_id=found if found.type == "cuda" else None,
+    )
     return found
 
 

@@ -30,7 +30,7 @@ from jagg_core.objective import (
 )
 from jagg_core.plan import Plan
 from jagg_core.policy import VelocityPolicy
-from jagg_core.trajectory import ReplayMismatch, Trajectory, policy_signature, weights_version
+from jagg_core.trajectory import ReplayMismatch, Trajectory, at_least_fp32, policy_signature, weights_version
 from jagg_core.transitions import expand
 
 UpstreamMode = Literal["auto", "autograd", "closed_form", "interpolated"]
@@ -66,7 +66,7 @@ class Report:
         partly_clipped: (sample, group) pairs with some steps clipped and some not.
         passes: differentiated passes over steps, each one forward and one backward of the batch.
         forwards: forwards of the batch, with and without graph. reference_forwards: of the reference policy.
-        backward_calls: calls of ``torch.autograd.backward``.
+        backward_calls: calls of ``torch.autograd.backward``, or of ``backward_fn``.
         upstream, backward: the modes that ran. anticipating: see `Plan.anticipating`.
         log_ratio_by_step: largest magnitude of the log ratio at each step where it was evaluated.
         seconds: per phase (forward, upstream, backward), if a clock was given.
@@ -105,6 +105,7 @@ def accumulate_gradients(
     partly_clipped: PartlyClipped = "exact",
     max_rows: int | None = None,
     clock: Callable[[], float] | None = None,
+    backward_fn: Callable[[Tensor], None] | None = None,
 ) -> Report:
     """Add the plan's gradient of the loss into ``.grad``, as ``backward()`` would.
 
@@ -131,6 +132,8 @@ def accumulate_gradients(
             ``"exact"`` gives it a pass per step, ``"keep"`` leaves the plan as it is.
         max_rows: most rows (knots times samples) of one batched pass; no limit by default.
         clock: timer in seconds that waits for the device; with it the report has seconds per phase.
+        backward_fn: takes the place of ``torch.autograd.backward`` where a trainer has its own for scalars (Accelerate,
+            DeepSpeed). It gets ``sum(v * u)``, whose gradient in the velocities v is u; its value means nothing.
 
     Raises:
         ValueError: arguments that do not fit each other.
@@ -139,7 +142,9 @@ def accumulate_gradients(
         FloatingPointError: a velocity is not finite. As after an `OffPolicyError` at a later knot, ``.grad`` may then
             hold the passes before it: zero it.
     """
-    update = _Update(policy, trajectory, advantages, plan, objective, reference, scale, partly_clipped, clock)
+    update = _Update(
+        policy, trajectory, advantages, plan, objective, reference, scale, partly_clipped, clock, backward_fn
+    )
     update.choose(upstream, backward, max_rows)
     for bundle in update.bundles():
         update.run(bundle)
@@ -160,6 +165,7 @@ class _Update:
         scale: float,
         partly_clipped: PartlyClipped,
         clock: Callable[[], float] | None,
+        backward_fn: Callable[[Tensor], None] | None,
     ) -> None:
         if advantages.shape != (trajectory.batch,):
             raise ValueError(f"advantages must have shape [{trajectory.batch}], found {list(advantages.shape)}")
@@ -192,6 +198,7 @@ class _Update:
         self.scale = scale
         self.partly_clipped = partly_clipped
         self.clock = clock
+        self.backward_fn = backward_fn
         self.advantages = advantages.to(device=trajectory.latents.device, dtype=trajectory.latents.dtype)
         self.rows = trajectory.rows.to(trajectory.latents.device)
         self.weights = plan.weights.to(device=trajectory.latents.device, dtype=trajectory.latents.dtype)
@@ -454,7 +461,11 @@ class _Update:
         if self.plan.knot_sigmas is not None and not all(torch.isfinite(v).all() for v in velocities):
             raise FloatingPointError("the velocity is not finite at one of the predicted knots")
         with self._phase("backward"):
-            torch.autograd.backward(velocities, [u.to(v.dtype) for v, u in zip(velocities, totals, strict=True)])
+            pairs = list(zip(velocities, totals, strict=True))
+            if self.backward_fn is None:
+                torch.autograd.backward(velocities, [u.to(v.dtype) for v, u in pairs])
+            else:
+                self.backward_fn(torch.stack([(at_least_fp32(v) * u).sum() for v, u in pairs]).sum())
         self.backward_calls += 1
 
     @contextmanager

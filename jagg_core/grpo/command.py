@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -70,7 +71,10 @@ def main(argv: Sequence[str]) -> None:
     try:
         arguments, config = configure(argv)
         join(config.model.device, config.run.timeout)
-        with tqdm(total=config.run.updates, desc="train", unit="update", disable=rank() > 0) as bar:
+        first = rank() == 0
+        # of FSDP2; nothing here writes into a velocity
+        warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor", UserWarning)
+        with tqdm(total=config.run.updates, desc="train", unit="update", disable=not first) as bar:
 
             def progress(metrics: Metrics) -> None:
                 bar.n = metrics.update
@@ -87,7 +91,7 @@ def main(argv: Sequence[str]) -> None:
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
-    if rank() == 0:
+    if first:
         print(f"{trainer.update} updates, {trainer.skipped} skipped; wrote {arguments.out}")
 
 

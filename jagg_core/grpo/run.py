@@ -64,28 +64,28 @@ def train(
         }
         write_json(folder / "environment.json", environment() | {"ranks": ranks(), "rewards": versions})
     barrier()
-    logs = _open_logs(folder, config, trainer.update) if rank() == 0 else None
+    logs = _open_logs(folder, config, trainer.update) if rank() == 0 else {}
     try:
         while trainer.update < config.run.updates:
             every = config.plan.recalibrate_every
             if every and trainer.update and trainer.update % every == 0:
                 found = trainer.recalibrate()
-                if logs is not None:
-                    logs[2].add({"update": trainer.update, **found})
+                if logs:
+                    logs["recalibration"].add({"update": trainer.update, **found})
             metrics = trainer.step()
             due = config.run.eval_every and trainer.update % config.run.eval_every == 0
             evaluated = trainer.evaluate() if due else None
-            if logs is not None:
-                logs[0].add(metrics.row())
+            if logs:
+                logs["metrics"].add(metrics.row())
                 if evaluated is not None:
-                    logs[1].add({"update": trainer.update, **evaluated})
+                    logs["evaluation"].add({"update": trainer.update, **evaluated})
             every = config.run.checkpoint_every
             if trainer.update == config.run.updates or (every and trainer.update % every == 0):
                 write(trainer, checkpoints)
             if progress is not None:
                 progress(metrics)
     finally:
-        for log in logs or ():
+        for log in logs.values():
             log.close()
     export(trainer.learner, folder / "weights.safetensors")
     return trainer
@@ -124,10 +124,11 @@ def export(learner: Learner, path: Path) -> None:
         partial.replace(path)
 
 
-def _open_logs(folder: Path, config: GRPOConfig, done: int) -> list[Log]:
+def _open_logs(folder: Path, config: GRPOConfig, done: int) -> dict[str, Log]:
     plain_csv = replace(config.run, tensorboard=False, wandb="")
-    others = [Log(folder, plain_csv, name, done) for name in ("evaluation", "recalibration")]
-    return [Log(folder, config.run, "metrics", done), *others]
+    kept = {"evaluation": config.run.eval_every, "recalibration": config.plan.recalibrate_every}
+    others = {name: Log(folder, plain_csv, name, done) for name, every in kept.items() if every}
+    return {"metrics": Log(folder, config.run, "metrics", done), **others}
 
 
 def _require_fresh_or_same(config: GRPOConfig, folder: Path, resume: bool) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -40,7 +40,7 @@ class MasterWeights:
             tensor.grad = None
 
 
-def _adder(master: Tensor):  # type: ignore[no-untyped-def]
+def _adder(master: Tensor) -> Callable[[Tensor], None]:
     def add(parameter: Tensor) -> None:
         gradient = parameter.grad
         if gradient is None:

@@ -10,7 +10,7 @@ PYTEST_ARGS ?=
 ARGS ?=
 
 .DEFAULT_GOAL := setup
-.PHONY: setup test reproduce lint format clean
+.PHONY: setup test reproduce lint format docs clean
 
 setup: $(STAMP)
 
@@ -38,6 +38,13 @@ lint: $(STAMP)
 format: $(STAMP)
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
+
+# pdoc leaves out submodules that a package's __all__ does not name, so those of the core are listed. The warning is about
+# the types of inherited fields, which it looks for in the module of the subclass.
+docs: $(STAMP)
+	$(BIN)/python -m pip install -c constraints.txt -e '.[docs]'
+	$(BIN)/python -W 'ignore:Error parsing type annotation' -m pdoc --docformat google --output-directory build/docs \
+		analysis bench $$(find jagg_core -name '*.py' ! -name '__main__.py' | sed -e 's,/__init__,,' -e 's,\.py$$,,' | tr / . | sort)
 
 # Caches and build output; the virtual environment and results/ stay.
 clean:

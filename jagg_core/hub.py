@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
+from hashlib import blake2b
 from pathlib import Path
+from typing import Any
+
+_EDGE = 1 << 16
 
 
 def find_files(
@@ -58,3 +63,32 @@ def find_files(
             f"connect once, {local}"
         ) from error
     return fetched, fetched.name
+
+
+def fingerprint(files: Sequence[Path], root: Path | None = None, digest_size: int = 8) -> str:
+    """What tells files from others: names (below ``root``, where given), sizes and both ends of each."""
+    digest = blake2b(digest_size=digest_size)
+    for file in files:
+        size = file.stat().st_size
+        name = file.name if root is None else file.relative_to(root).as_posix()
+        digest.update(f"{name} {size} ".encode())
+        with file.open("rb") as stream:
+            digest.update(stream.read(_EDGE))
+            stream.seek(max(0, size - _EDGE))
+            digest.update(stream.read())
+    return digest.hexdigest()
+
+
+def read_object(file: Path) -> dict[str, Any]:
+    """The JSON object in ``file``.
+
+    Raises:
+        ValueError: it cannot be read.
+    """
+    try:
+        read = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise ValueError(f"path: {file} cannot be read as JSON: {error}") from error
+    if not isinstance(read, dict):
+        raise ValueError(f"path: {file} must hold a JSON object, found {type(read).__name__}")
+    return read

@@ -5,16 +5,13 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from functools import cached_property
-from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
-from jagg_core.hub import find_files
+from jagg_core.hub import find_files, fingerprint, read_object
 
 PATTERNS = ("*.json", "*.safetensors", "*.txt", "*.model", "*.jinja")
 """What is fetched from the hub: no pickled weights, no code."""
-
-_EDGE = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -36,7 +33,7 @@ class ModelFolder:
                 f"path: {self.path} has no {file.relative_to(self.path)}; it must be a folder in diffusers' layout "
                 f"(model_index.json beside transformer/, vae/, ...), found {found[:12]}"
             )
-        return _read_object(file)
+        return read_object(file)
 
     def require_class(self, part: str, expected: str) -> None:
         """Check that a part's configuration is of the class ``expected``.
@@ -54,7 +51,7 @@ class ModelFolder:
         Raises:
             ValueError: there is none, or it cannot be read.
         """
-        return _read_object(self.path / "model_index.json")
+        return read_object(self.path / "model_index.json")
 
     def require_pipeline(self, expected: str) -> None:
         """Check that the folder is of the pipeline ``expected``, and that every part it names is there.
@@ -78,7 +75,7 @@ class ModelFolder:
             ValueError: names the first file that is not.
         """
         for index in sorted(self.path.glob("*/*.safetensors.index.json")):
-            shards = _read_object(index).get("weight_map")
+            shards = read_object(index).get("weight_map")
             if not isinstance(shards, dict):
                 raise ValueError(f"path: {index} has no weight_map: {_AGAIN}")
             for shard in sorted(set(shards.values())):
@@ -98,30 +95,13 @@ class ModelFolder:
     @cached_property
     def text_fingerprint(self) -> str:
         """What tells text encoders and tokenizers of one folder from another's: sizes and both ends of their files."""
-        digest = blake2b(digest_size=12)
         names = ("text_encoder", "tokenizer", "processor")
         parts = [part for part in sorted(self.path.iterdir()) if part.name.startswith(names)]
-        for file in (f for part in parts for f in sorted(part.rglob("*")) if f.is_file()):
-            size = file.stat().st_size
-            digest.update(f"{file.relative_to(self.path).as_posix()} {size} ".encode())
-            with file.open("rb") as stream:
-                digest.update(stream.read(_EDGE))
-                stream.seek(max(0, size - _EDGE))
-                digest.update(stream.read())
-        return digest.hexdigest()
+        files = [file for part in parts for file in sorted(part.rglob("*")) if file.is_file()]
+        return fingerprint(files, self.path, digest_size=12)
 
 
 _AGAIN = "fetch it again"
-
-
-def _read_object(file: Path) -> dict[str, Any]:
-    try:
-        read = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise ValueError(f"path: {file} cannot be read as JSON: {error}") from error
-    if not isinstance(read, dict):
-        raise ValueError(f"path: {file} must hold a JSON object, found {type(read).__name__}")
-    return read
 
 
 def require_whole(network: Any, folder: ModelFolder, part: str) -> Any:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import pickle
 from collections.abc import Sequence
 from dataclasses import dataclass
-from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +13,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from jagg_core.hub import find_files
+from jagg_core.hub import find_files, read_object
 
 CONFIG = "config.json"
 PREPROCESSOR = "preprocessor_config.json"
@@ -23,8 +21,6 @@ TOKENIZER = "tokenizer.json"
 VOCABULARY = ("vocab.json", "merges.txt")
 PROCESSOR_FILES = (CONFIG, PREPROCESSOR, TOKENIZER, *VOCABULARY, "tokenizer_config.json", "special_tokens_map.json")
 """What a network's texts and images go through, and its configuration."""
-
-_EDGE = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -70,34 +66,6 @@ def find_source(setting: str, name: str, patterns: Sequence[str], revision: str 
     return Source(folder, name if commit else folder.name, commit)
 
 
-def fingerprint(files: Sequence[Path]) -> str:
-    """What tells files from others: names, sizes and both ends of each."""
-    digest = blake2b(digest_size=8)
-    for file in files:
-        size = file.stat().st_size
-        digest.update(f"{file.name} {size} ".encode())
-        with file.open("rb") as stream:
-            digest.update(stream.read(_EDGE))
-            stream.seek(max(0, size - _EDGE))
-            digest.update(stream.read())
-    return digest.hexdigest()
-
-
-def read_json(file: Path) -> dict[str, Any]:
-    """The JSON object in ``file``.
-
-    Raises:
-        ValueError: it cannot be read.
-    """
-    try:
-        read = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise ValueError(f"{file} cannot be read as JSON: {error}") from error
-    if not isinstance(read, dict):
-        raise ValueError(f"{file} must hold a JSON object, found {type(read).__name__}")
-    return read
-
-
 def weight_files(source: Source, *names: str) -> list[Path]:
     """The first of ``names`` that is there; for an index, the shards that it names.
 
@@ -107,7 +75,7 @@ def weight_files(source: Source, *names: str) -> list[Path]:
     file = source.require("path", *names)
     if not file.name.endswith(".index.json"):
         return [file]
-    shards = read_json(file).get("weight_map")
+    shards = read_object(file).get("weight_map")
     if not isinstance(shards, dict) or not shards:
         raise ValueError(f"{file} has no weight_map: fetch it again")
     return [source.require("path", shard) for shard in sorted(set(shards.values()))]

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from jagg_core.hub import read_object
 from jagg_core.rewards.preference.conversion import require_names
-from jagg_core.rewards.preference.files import CONFIG, TOKENIZER, VOCABULARY, Source, read_json
+from jagg_core.rewards.preference.files import CONFIG, TOKENIZER, VOCABULARY, Source
 from jagg_core.rewards.preference.preprocessing import Preprocessing
 
 
@@ -105,7 +106,7 @@ def read_config(source: Source, setting: str, tokenizer: Any) -> Any:
     from transformers import CLIPConfig
 
     file = source.require(setting, CONFIG)
-    read = read_json(file)
+    read = read_object(file)
     if read.get("model_type") != "clip":
         raise ValueError(f"{setting}: {file} must be of model_type 'clip', found {read.get('model_type')!r}")
     config = CLIPConfig.from_dict(read)

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from jagg_core.rewards.preference.files import read_json
+from jagg_core.hub import read_object
 
 Fit = Literal["crop", "pad"]
 """How an image becomes a square: its centre is cut out, or black is added around it."""
@@ -81,7 +81,7 @@ def read_preprocessing(file: Path, size: int, fit: Fit) -> Preprocessing:
     Raises:
         ValueError: it cannot be read, or asks for something else than `Preprocessing` does.
     """
-    read = read_json(file)
+    read = read_object(file)
     mean, std = (_three(read, name, file) for name in ("image_mean", "image_std"))
     resized, cropped = _side(read.get("size"), "shortest_edge"), _side(read.get("crop_size"), "height", "width")
     if cropped != size:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from jagg_core.checks import require_at_least, require_one_of
+from jagg_core.hub import fingerprint
 from jagg_core.rewards.base import check_images
 from jagg_core.rewards.preference.conversion import convert_open_clip
 from jagg_core.rewards.preference.files import (
@@ -21,7 +22,6 @@ from jagg_core.rewards.preference.files import (
     VOCABULARY,
     Source,
     find_source,
-    fingerprint,
     read_tensors,
     weight_files,
 )

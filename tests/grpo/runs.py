@@ -17,12 +17,12 @@ from jagg_core.grpo.config import ModelSettings, PlanSettings, RewardSettings, R
 
 SMALL = GRPOConfig(
     model=ModelSettings(ema_decay=0.9),
-    rollout=RolloutSettings(prompts=2, samples=4, micro_batch=4, steps=5),
+    rollout=RolloutSettings(prompts=2, samples=2, micro_batch=2, steps=5),
     reward=RewardSettings("ink"),
     plan=PlanSettings("causal", knots=(0, 2)),
     run=RunSettings(updates=6, checkpoint_every=3),
 )
-"""digits-flux, eight samples of four trained steps."""
+"""digits-flux, four samples of four trained steps."""
 
 
 def changed(config: GRPOConfig = SMALL, **sections: dict[str, Any]) -> GRPOConfig:

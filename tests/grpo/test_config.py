@@ -95,7 +95,7 @@ def test_settings_that_cannot_be_are_refused(sections: dict[str, dict[str, Any]]
 
 
 def test_samples_and_shards_must_divide_evenly() -> None:
-    with pytest.raises(ValueError, match="multiple of ranks \\* steps_per_rollout = 6, found 8"):
+    with pytest.raises(ValueError, match="multiple of ranks \\* steps_per_rollout = 6, found 4"):
         changed(optimizer={"steps_per_rollout": 2}).check_ranks(3)
     with pytest.raises(ValueError, match="shards must divide the 4 ranks, found 3"):
         changed(parallel={"shards": 3}).check_ranks(4)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,76 +13,69 @@ from torch.multiprocessing import ProcessExitedException
 from jagg_core.grpo import GRPOTrainer, checkpoint, train
 from jagg_core.grpo.log import read_rows
 from jagg_core.grpo.run import read, write
-from tests.grpo.parallel_ranks import CONFIG, UPDATES, work, work_until_one_dies
-from tests.grpo.runs import changed, differing, tensors
+from tests.grpo.parallel_ranks import BEFORE, CONFIG, DYING, UPDATES, work
+from tests.grpo.runs import differing, tensors
 from tests.spawning import run_ranks
 
 
-def run(folder: Path, ranks: int, shards: int = 0, start: Path | None = None, updates: int = UPDATES) -> dict[str, Any]:
-    folder.mkdir()
-    arguments = {"ranks": ranks, "shards": shards, "start": str(start or ""), "updates": updates}
-    run_ranks(partial(work, **arguments), ranks, folder, seconds=200)
-    found = [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(ranks)]
-    return {"ranks": found, "tensors": torch.load(folder / "whole.pt", weights_only=True)}
+class Alone:
+    """The run on one rank: its curve, its held-out reward after it, and a checkpoint on the way."""
+
+    def __init__(self, folder: Path) -> None:
+        trainer = GRPOTrainer(CONFIG)
+        self.curve = [trainer.step() for _ in range(BEFORE)]
+        write(trainer, folder / "start")
+        self.curve += [trainer.step() for _ in range(UPDATES - BEFORE)]
+        self.held_out = trainer.evaluate()
+        self.next_reward = trainer.step().reward_mean
+
+    def rewards(self) -> list[Any]:
+        return [metrics.reward_mean for metrics in self.curve]
 
 
 @pytest.fixture(scope="module")
-def alone() -> tuple[GRPOTrainer, list[Any], dict[str, float]]:
+def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Alone]:
+    """The run on one rank, and what two ranks did; the second of them dies in the end."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    trainer = GRPOTrainer(CONFIG)
-    curve = [trainer.step() for _ in range(UPDATES)]
-    held_out = trainer.evaluate()
+    folder = tmp_path_factory.mktemp("ranks")
+    alone = Alone(folder)
     torch.set_num_threads(threads)
-    return trainer, curve, held_out
+    with pytest.raises(ProcessExitedException, match="process 1 terminated with exit code 7"):
+        run_ranks(work, 2, folder, seconds=250)
+    return folder, alone
 
 
-def assert_same_curve(found: dict[str, Any], alone: tuple[GRPOTrainer, list[Any], dict[str, float]]) -> None:
-    _, curve, held_out = alone
-    for rank in found["ranks"]:
-        for ours, expected in zip(rank["curve"], curve, strict=True):
+def assert_same_curve(folder: Path, alone: Alone, done: int = 0) -> None:
+    for rank in range(2):
+        found = json.loads((folder / f"rank{rank}.json").read_text())
+        for ours, expected in zip(found["curve"], alone.curve[done:], strict=True):
             assert ours["reward_mean"] == pytest.approx(expected.reward_mean, rel=1e-5)
             assert ours["grad_norm"] == pytest.approx(expected.grad_norm, rel=1e-3)
-        assert rank["held_out"]["ink"] == pytest.approx(held_out["ink"], rel=1e-5)
-    first, second = curve[0].reward_mean, curve[-1].reward_mean
-    assert abs(first - second) > 1e-3  # so that the tolerance means something
+        assert found["held_out"]["ink"] == pytest.approx(alone.held_out["ink"], rel=1e-5)
 
 
-def test_two_ranks_follow_the_curve_of_one_and_resume_on_one(
-    alone: tuple[GRPOTrainer, list[Any], dict[str, float]], tmp_path: Path
-) -> None:
-    found = run(tmp_path / "two", 2)
-    assert_same_curve(found, alone)
+def test_two_ranks_follow_the_curve_of_one_and_resume_on_one(runs: tuple[Path, Alone]) -> None:
+    folder, alone = runs
+    assert_same_curve(folder / "sharded", alone)
+    # so that the tolerance means something
+    assert max(alone.rewards()) - min(alone.rewards()) > 1e-3
     resumed = GRPOTrainer(CONFIG)
-    [path] = (tmp_path / "two" / "checkpoints").iterdir()
+    [path] = checkpoint.checkpoints(folder / "sharded/checkpoints")
     read(resumed, path)
-    assert differing(tensors(resumed), found["tensors"]) == []
+    assert differing(tensors(resumed), torch.load(folder / "sharded/whole.pt", weights_only=True)) == []
     assert resumed.update == UPDATES
-    expected = alone[0].step()
-    assert resumed.step().reward_mean == pytest.approx(expected.reward_mean, rel=1e-5)
+    assert resumed.step().reward_mean == pytest.approx(alone.next_reward, rel=1e-5)
 
 
-def test_copies_of_the_weights_follow_it_too_and_a_run_of_one_resumes_on_two(
-    alone: tuple[GRPOTrainer, list[Any], dict[str, float]], tmp_path: Path
-) -> None:
-    started = GRPOTrainer(CONFIG)
-    curve = [started.step() for _ in range(3)]
-    path = write(started, tmp_path / "one")
-    found = run(tmp_path / "hybrid", 2, shards=1, start=path, updates=UPDATES - 3)
-    trainer, _, held_out = alone
-    assert_same_curve(
-        {"ranks": [rank | {"curve": [vars(m) for m in curve] + rank["curve"]} for rank in found["ranks"]]},
-        (trainer, alone[1], held_out),
-    )
+def test_copies_of_the_weights_follow_it_from_a_checkpoint_of_one(runs: tuple[Path, Alone]) -> None:
+    folder, alone = runs
+    assert_same_curve(folder / "copies", alone, BEFORE)
 
 
-def test_a_rank_that_is_lost_ends_the_run_and_it_resumes(
-    alone: tuple[GRPOTrainer, list[Any], dict[str, float]], tmp_path: Path
-) -> None:
-    with pytest.raises(ProcessExitedException, match="process 1 terminated with exit code 7"):
-        run_ranks(work_until_one_dies, 2, tmp_path, seconds=150)
-    config = changed(CONFIG, run={"updates": UPDATES, "checkpoint_every": 1})
-    assert [p.name for p in checkpoint.checkpoints(tmp_path / "run/checkpoints")][-1] == "update-00000002"
-    train(config, tmp_path / "run", resume=True)
-    rewards = [float(row["reward_mean"]) for row in read_rows(tmp_path / "run/metrics.csv")]
-    assert rewards == pytest.approx([metrics.reward_mean for metrics in alone[1]], rel=1e-5)
+def test_a_run_that_lost_a_rank_resumes(runs: tuple[Path, Alone]) -> None:
+    folder, alone = runs
+    assert [p.name for p in checkpoint.checkpoints(folder / "dying/checkpoints")][-1] == "update-00000002"
+    train(DYING, folder / "dying", resume=True)
+    found = [float(row["reward_mean"]) for row in read_rows(folder / "dying/metrics.csv")]
+    assert found == pytest.approx(alone.rewards(), rel=1e-5)

@@ -102,6 +102,29 @@ def test_every_plan_is_its_formula(name: str, kl_beta: float) -> None:
         assert report.anticipating is plan.anticipating
 
 
+@each_upstream
+@each_backward
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=["fp64", "bf16"])
+def test_a_scalar_surrogate_gives_the_same_gradient(upstream: str, backward: str, dtype: torch.dtype) -> None:
+    """Trainers whose backward takes a scalar loss."""
+    policy = MlpField(dtype=dtype)
+    trajectory = make_rollout(policy)
+    plan = jagg_plan(trajectory.sigmas, 3, 0.5)
+    arguments: tuple[Any, ...] = (ADVANTAGES, plan, ClippedSurrogate(clip_range=0.1), upstream, backward)
+    expected, before = gradient(policy, trajectory, *arguments)
+    losses: list[Tensor] = []
+
+    def backward_fn(loss: Tensor) -> None:
+        losses.append(loss.detach())
+        loss.backward()
+
+    found, report = gradient(policy, trajectory, *arguments, backward_fn=backward_fn)
+    assert relative_error(found, expected) < (1e-12 if dtype == torch.float64 else 1e-2)
+    assert report == before
+    assert len(losses) == report.backward_calls
+    assert all(loss.shape == () and loss.dtype == torch.float64 for loss in losses)
+
+
 @pytest.mark.parametrize("name", PLANS)
 def test_off_policy_every_plan_is_its_formula(name: str) -> None:
     policy = MlpField()

@@ -1,0 +1,201 @@
+"""What a trainer stored of its rollout, as a trajectory; its network, as a policy."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from jagg_core.policy import guided
+from jagg_core.schedule import TimestepMode, check_sigmas, network_sigma
+from jagg_core.trajectory import ReplayMismatch, Trajectory, at_least_fp32
+from jagg_core.transitions import Coefficients, Transition, expand
+
+LOG_PROB_TOLERANCE = 1e-2
+"""Stored log-probabilities may differ by this much from those of the stored noise: latents kept in bf16 do."""
+
+
+class HostPolicy:
+    """A trainer's own forward as a `jagg_core.policy.VelocityPolicy`.
+
+    Args:
+        velocity: function of latents ``[N, *D]``, sigma ``[N]`` in [0, 1] and rows ``[N]`` that gives the velocity
+            ``[N, *D]``; with ``guidance`` the pair (with prompt, without) of one. Autocast belongs inside.
+        parameters: the trained ones, so that the weights of an update can be compared with the rollout's. None: not.
+        guidance: scale of classifier-free guidance; None: the velocity is taken as it comes.
+        settings: what a replay must share with the rollout, by name.
+
+    Raises:
+        ValueError: parameters that DeepSpeed partitions (ZeRO-3): they are empty between passes and tell nothing.
+    """
+
+    def __init__(
+        self,
+        velocity: Callable[[Tensor, Tensor, Tensor], Tensor | tuple[Tensor, Tensor]],
+        parameters: Iterable[Tensor] | None = None,
+        guidance: float | None = None,
+        settings: Mapping[str, str] | None = None,
+    ) -> None:
+        self._velocity = velocity
+        self._parameters = [] if parameters is None else list(parameters)
+        if any(hasattr(parameter, "ds_id") for parameter in self._parameters):
+            raise ValueError("parameters must be None under DeepSpeed ZeRO-3, which empties them between passes")
+        self.guidance = guidance
+        self._settings = dict(settings or {})
+
+    def velocity(self, latents: Tensor, sigma: Tensor, rows: Tensor) -> Tensor:
+        """See `jagg_core.policy.VelocityPolicy`."""
+        found = self._velocity(latents, sigma, rows)
+        if isinstance(found, tuple) != (self.guidance is not None):
+            given = "a pair" if isinstance(found, tuple) else "one velocity"
+            raise ValueError(f"guidance is {self.guidance}, but the policy's function gives {given}")
+        return guided(found[0], found[1], self.guidance) if self.guidance is not None else found  # type: ignore[return-value]
+
+    def parameters(self) -> list[Tensor]:
+        """As they were given."""
+        return self._parameters
+
+    def signature(self) -> dict[str, str]:
+        """The settings, and the guidance."""
+        return {**self._settings, "guidance": repr(self.guidance)}
+
+
+def host_trajectory(
+    latents: Tensor,
+    next_latents: Tensor,
+    log_probs: Tensor,
+    schedule: Tensor,
+    transition: Transition,
+    *,
+    steps: Tensor | None = None,
+    velocity: Tensor | None = None,
+    noise: Tensor | None = None,
+    normalised: bool = True,
+    timestep_mode: TimestepMode = "float",
+    rows: Tensor | None = None,
+    weights_version: int | None = None,
+    signature: Mapping[str, str] | None = None,
+) -> Trajectory:
+    """A trajectory from the tensors that a trainer stored, batch first and in any order of steps.
+
+    The closed form, interpolated upstream gradients and predicted knots need the noise of the rollout: as it is, or
+    from the rollout's velocities, which give ``(next - mean) / scale``. With neither the update runs the network at
+    every step (``upstream="autograd"``). With one of them, log-probabilities are checked against it.
+
+    Args:
+        latents: state before each step, ``[B, S, *D]``; kept in fp32 at least.
+        next_latents: state after each step, ``[B, S, *D]``.
+        log_probs: of the rollout, ``[B, S]``.
+        schedule: the whole one, ``[N + 1]``, decreasing.
+        transition: the kernel of the rollout.
+        steps: which steps of the schedule were stored, ``[S]``, or ``[B, S]`` where samples differ; sorted here from
+            high noise to low, row by row. None: the first S.
+        velocity: of the rollout, guided if it was, ``[B, S, *D]``.
+        noise: of the rollout, ``[B, S, *D]``.
+        normalised: False for Gaussian log-probabilities without ``-log(scale) - log(2 pi) / 2``, as DanceGRPO has them.
+        timestep_mode: what the network is told; see `jagg_core.schedule.network_sigma`.
+        rows: which of the policy's samples each row is, ``[B]``; 0..B-1 by default.
+        weights_version: what `jagg_core.integrations.weights_version` gave for the policy at the rollout.
+        signature: what ``policy.signature()`` gave then.
+
+    Returns:
+        A trajectory of S steps. Its ``final`` is the state after the last of them.
+
+    Raises:
+        ValueError: shapes or steps that do not fit, an option that needs the noise without it.
+        ReplayMismatch: log-probabilities that are not those of the noise: another eta, kernel, schedule or convention.
+    """
+    if latents.ndim < 3 or latents.shape != next_latents.shape or log_probs.shape != latents.shape[:2]:
+        raise ValueError(
+            "latents and next_latents must have shape [B, S, ...] and log_probs [B, S], found "
+            f"{list(latents.shape)}, {list(next_latents.shape)} and {list(log_probs.shape)}"
+        )
+    for name, given in (("velocity", velocity), ("noise", noise)):
+        if given is not None and given.shape != latents.shape:
+            raise ValueError(f"{name} must have the shape {list(latents.shape)} of latents, found {list(given.shape)}")
+    if velocity is not None and noise is not None:
+        raise ValueError("velocity and noise say the same: give one of them")
+    if velocity is None and noise is None and weights_version is not None:
+        raise ValueError("weights_version allows the closed form, which needs velocity or noise; found neither")
+    if not normalised and transition.convention != "gaussian":
+        raise ValueError(f"normalised must be True for {type(transition).__name__}, which has no normalising term")
+    schedule = check_sigmas(schedule, "schedule")
+    network_sigma(schedule, timestep_mode)
+    batch, count = latents.shape[:2]
+    stored = _steps(steps, batch, count, len(schedule) - 1)
+    order = stored.argsort(dim=-1)
+    stored = stored.gather(-1, order)
+    ordered = order.expand(batch, count)
+
+    def in_order(values: Tensor) -> Tensor:
+        there = ordered.to(values.device)
+        return at_least_fp32(values.detach())[torch.arange(batch, device=there.device)[:, None], there].transpose(0, 1)
+
+    before, after, log_probs = in_order(latents), in_order(next_latents), in_order(log_probs)
+    # without noise: NaN, so that it can never be used unnoticed
+    drawn = after.new_full((), math.nan).expand_as(after) if noise is None else in_order(noise).to(after.dtype)
+    sigmas, next_sigmas = schedule[stored], schedule[stored + 1]
+    coefficients = [transition.coefficients(sigmas[..., j], next_sigmas[..., j]) for j in range(count)]
+    if velocity is not None:
+        velocities = in_order(velocity).to(after.dtype)
+        drawn = torch.empty_like(after)
+        for j, (a, b, scale) in enumerate(coefficients):
+            mean = expand(a, after[j]) * before[j] + expand(b, after[j]) * velocities[j]
+            drawn[j] = (after[j] - mean) / expand(scale, after[j])
+    if not normalised:
+        constants = [-(scale.log() + math.log(2 * math.pi) / 2) for _, _, scale in coefficients]
+        log_probs = log_probs + torch.stack([c.expand(batch) for c in constants]).to(log_probs)
+    trajectory = Trajectory(
+        latents=before,
+        next_latents=after,
+        noise=drawn,
+        log_probs=log_probs.to(before.dtype),
+        sigmas=sigmas,
+        next_sigmas=next_sigmas,
+        transition=transition,
+        timestep_mode=timestep_mode,
+        final=after[-1],
+        rows=torch.arange(batch) if rows is None else rows.detach().cpu(),
+        weights_version=weights_version,
+        signature=dict(signature or {}),
+    )
+    if velocity is not None or noise is not None:
+        _check_log_probs(trajectory, coefficients)
+    return trajectory
+
+
+def knows_noise(trajectory: Trajectory) -> bool:
+    """Whether the noise of the rollout is there; see `host_trajectory`."""
+    return not bool(trajectory.noise[0, 0].isnan().all())
+
+
+def _check_log_probs(trajectory: Trajectory, coefficients: Sequence[Coefficients]) -> None:
+    own = [
+        trajectory.transition.log_prob(trajectory.next_latents[j], trajectory.mean(j), step.scale)
+        for j, step in enumerate(coefficients)
+    ]
+    wrong = ~((torch.stack(own) - trajectory.log_probs).abs() <= LOG_PROB_TOLERANCE)
+    if wrong.any():
+        step, row = wrong.nonzero()[0].tolist()
+        raise ReplayMismatch(
+            f"log_probs: stored {trajectory.log_probs[step, row].item():.6g}, but the rollout's noise under "
+            f"{trajectory.transition} gives {own[step][row].item():.6g} at step {step} of sample {row}: another eta, "
+            "kernel or schedule, or log-probabilities without their normalising term (setting normalised)"
+        )
+
+
+def _steps(steps: Tensor | None, batch: int, count: int, sampled: int) -> Tensor:
+    """The stored steps on the CPU, ``[S]`` or ``[B, S]``, once they are known to be trainable."""
+    found = torch.arange(count) if steps is None else torch.as_tensor(steps, dtype=torch.long).cpu()
+    if found.shape not in ((count,), (batch, count)):
+        raise ValueError(f"steps must have shape [{count}] or [{batch}, {count}], found {list(found.shape)}")
+    if found.min() < 0 or found.max() > sampled - 2:
+        raise ValueError(
+            f"steps must lie in 0..{sampled - 2}, found {int(found.min())} to {int(found.max())}: the last of the "
+            f"{sampled} sampling steps is not trained"
+        )
+    if (found.sort(dim=-1).values.diff(dim=-1) == 0).any():
+        raise ValueError(f"steps must differ from one another within a sample, found {found.tolist()}")
+    return found

@@ -1,0 +1,52 @@
+"""Loops of the shape that public trainers have: their order of calls, accumulation and permutations, nothing else.
+
+Written from knowledge of the repositories, without their code. Each host has an epoch (a rollout and its update), which
+runs ``inner`` in the place of its loop over trained steps, and that loop of its own. What a host's script would have as
+local names is in one dictionary, where the blocks of its page run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from tests.integrations.dance import dance_epoch, dance_names, dance_own, mix_names
+from tests.integrations.factory import factory_epoch, factory_names, factory_own
+from tests.integrations.flow import flow_epoch, flow_names, flow_own
+from tests.integrations.network import Inner, Names
+from tests.integrations.verl import verl_epoch, verl_names, verl_own
+
+
+@dataclass(frozen=True)
+class Host:
+    """A trainer.
+
+    Attributes:
+        page: the name of its page.
+        names: its local names, by dtype and optimizer steps per rollout.
+        epoch: one rollout and its update of four micro-batches.
+        own: its own loop over trained steps.
+        steps: trained steps of a micro-batch.
+        variant: which of the page's variants.
+    """
+
+    page: str
+    names: Callable[[torch.dtype, int], Names]
+    epoch: Callable[[Names, Inner, int], None]
+    own: Inner
+    steps: int
+    variant: str = ""
+
+
+HOSTS = {
+    "dancegrpo": Host("dancegrpo", dance_names, dance_epoch, dance_own, 4),
+    "mixgrpo": Host("mixgrpo", mix_names, dance_epoch, dance_own, 4),
+    "flow_grpo-sd3": Host("flow_grpo", flow_names, flow_epoch, flow_own, 7, "SD3"),
+    "flow_grpo-sd3-kl": Host("flow_grpo", partial(flow_names, beta=0.04), flow_epoch, flow_own, 7, "SD3"),
+    "flow_grpo-flux": Host("flow_grpo", partial(flow_names, flux=True), flow_epoch, flow_own, 7, "Flux"),
+    "flow-factory": Host("flow-factory", factory_names, factory_epoch, factory_own, 4),
+    "verl-omni": Host("verl-omni", verl_names, verl_epoch, verl_own, 3),
+}

@@ -1,0 +1,101 @@
+"""What each of two gloo ranks does in test_ranks.py. A module of its own, since spawned processes import it."""
+
+from __future__ import annotations
+
+import json
+import os
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator
+from torch import Tensor
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+
+from jagg_core.integrations import HostPolicy, plan_update
+from jagg_core.objective import ClippedSurrogate
+from jagg_core.plan import causal_plan
+from jagg_core.trajectory import Trajectory
+from tests.jagg_core.fields import ADVANTAGES, MlpField, flat_gradient, gradient, make_rollout, with_log_ratios
+
+WORLD = 2
+CASES = [(upstream, backward) for upstream in ("auto", "autograd") for backward in ("sequential", "batched", "joint")]
+OBJECTIVE = ClippedSurrogate(clip_range=1e-3)
+
+
+class Field(MlpField):
+    """`MlpField` with its velocity as its forward, which DistributedDataParallel wraps."""
+
+    def forward(self, latents: Tensor, sigma: Tensor, rows: Tensor) -> Tensor:
+        return self.velocity(latents, sigma, rows)
+
+
+def rollout_of(field: Field, rank: int, clipped: bool) -> Trajectory:
+    """Samples of this rank's own; rank 0 may have some that are partly clipped."""
+    log_ratios = torch.zeros(6, 4, dtype=torch.float64)
+    if clipped and rank == 0:
+        log_ratios[1, 0] = 0.05
+    return with_log_ratios(make_rollout(field, seed=rank), log_ratios)
+
+
+def work(rank: int, folder: str) -> None:
+    """Two micro-batches of six steps per optimizer step, through Accelerate's DistributedDataParallel."""
+    torch.set_num_threads(1)
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(WORLD), "ACCELERATE_USE_CPU": "true"}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}  # Accelerate asks for them, though the group stands
+    field = Field()
+    alone: dict[str, list[float]] = {}
+    for upstream, backward in CASES:
+        trajectory = rollout_of(field, rank, upstream == "autograd")
+        plan = causal_plan(trajectory.sigmas, [0, 2, 4])
+        found, _ = gradient(field, trajectory, ADVANTAGES, plan, OBJECTIVE, upstream, backward, scale=2 / 12)
+        alone[f"{upstream}-{backward}"] = found.tolist()
+    field.zero_grad()
+
+    store = (Path(folder) / "rendezvous").as_uri()
+    dist.init_process_group("gloo", store, timedelta(seconds=60), world_size=WORLD, rank=rank)
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=12)
+    wrapped = accelerator.prepare(field)
+    reductions: list[int] = []
+
+    def reduce(group, bucket):  # type: ignore[no-untyped-def]  # torch does not read postponed annotations
+        reductions.append(1)
+        return allreduce_hook(group, bucket)
+
+    wrapped.register_comm_hook(None, reduce)
+    policy = HostPolicy(wrapped, field.parameters())
+    results: dict[str, Any] = {}
+    for upstream, backward in CASES:
+        field.zero_grad()
+        reductions.clear()
+        trajectory = rollout_of(field, rank, upstream == "autograd")
+        plan = causal_plan(trajectory.sigmas, [0, 2, 4])
+        reports = [
+            plan_update(
+                policy,
+                trajectory,
+                ADVANTAGES,
+                plan,
+                OBJECTIVE,
+                scale=1.0,
+                upstream=upstream,
+                backward=backward,
+                accelerator=accelerator,
+                models=[wrapped],
+            )
+            for _ in range(2)
+        ]
+        name = f"{upstream}-{backward}"
+        results[name] = {
+            "type": type(wrapped).__name__,
+            "passes": [report.passes for report in reports],
+            "upstream": [report.upstream for report in reports],
+            "reductions": len(reductions),
+            "contexts": accelerator.step,
+            "gradient": flat_gradient(field).tolist(),
+            "alone": alone[name],
+        }
+    dist.destroy_process_group()
+    (Path(folder) / f"rank{rank}.json").write_text(json.dumps(results))

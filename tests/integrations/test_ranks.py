@@ -1,0 +1,43 @@
+"""Two processes under Accelerate's DistributedDataParallel: gradients are means over ranks, reduced once."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.integrations import ranks
+from tests.jagg_core.fields import relative_error
+from tests.spawning import run_ranks
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    folder = tmp_path_factory.mktemp("ranks")
+    run_ranks(ranks.work, ranks.WORLD, folder, 200)
+    return [json.loads((Path(folder) / f"rank{rank}.json").read_text()) for rank in range(ranks.WORLD)]
+
+
+@pytest.mark.parametrize(("upstream", "backward"), ranks.CASES)
+def test_gradients_are_the_mean_over_ranks(results: list[dict[str, Any]], upstream: str, backward: str) -> None:
+    here, there = (rank[f"{upstream}-{backward}"] for rank in results)
+    assert here["type"] == "DistributedDataParallel"
+    assert here["upstream"] == there["upstream"] == ["closed_form" if upstream == "auto" else "autograd"] * 2
+    mean = (torch.tensor(here["alone"]) + torch.tensor(there["alone"])) / 2
+    for rank in (here, there):
+        assert relative_error(torch.tensor(rank["gradient"]), mean) < 1e-6
+
+
+@pytest.mark.parametrize(("upstream", "backward"), ranks.CASES)
+def test_ranks_stay_in_step(results: list[dict[str, Any]], upstream: str, backward: str) -> None:
+    """The passes that one rank's clipping asks for are made by both; without them gradients are reduced once."""
+    here, there = (rank[f"{upstream}-{backward}"] for rank in results)
+    for key in ("passes", "reductions", "contexts"):
+        assert here[key] == there[key], key
+    assert here["passes"] == [3 if upstream == "auto" else 4] * 2
+    assert here["contexts"] % 12 == 0
+    if upstream == "auto":
+        assert here["reductions"] == 1

@@ -1,0 +1,231 @@
+"""A trajectory from a trainer's stored tensors, and its network as a policy."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from jagg_core.engine import OffPolicyError, accumulate_gradients
+from jagg_core.integrations import HostPolicy, host_trajectory, plan_update, window_plan
+from jagg_core.objective import ClippedSurrogate
+from jagg_core.plan import causal_plan, exact_plan
+from jagg_core.schedule import dance_schedule
+from jagg_core.trajectory import ReplayMismatch, Trajectory, rollout, weights_version
+from jagg_core.transitions import CPS, DanceSDE, Transition
+from tests.jagg_core.fields import (
+    ADVANTAGES,
+    MlpField,
+    flat_gradient,
+    gradient,
+    make_rollout,
+    noise_like,
+    nudge,
+    relative_error,
+)
+from tests.jagg_core.literal import KERNEL_IDS, KERNELS, kernel_step
+
+OBJECTIVE = ClippedSurrogate(clip_range=1e-3)
+SCHEDULE = dance_schedule(7)
+each_kernel = pytest.mark.parametrize("kernel", KERNELS, ids=KERNEL_IDS)
+
+
+def stored(trajectory: Trajectory, **more: Any) -> dict[str, Any]:
+    """What a trainer would have: batch first."""
+    kept = {name: getattr(trajectory, name).transpose(0, 1) for name in ("latents", "next_latents", "log_probs")}
+    return kept | {"schedule": SCHEDULE, "transition": trajectory.transition} | more
+
+
+def velocities(policy: MlpField, trajectory: Trajectory) -> Tensor:
+    with torch.no_grad():
+        found = [
+            policy.velocity(trajectory.latents[j], trajectory.told_sigma(j), trajectory.rows)
+            for j in range(trajectory.steps)
+        ]
+    return torch.stack(found, 1)
+
+
+@each_kernel
+def test_noise_follows_from_velocities(kernel: Transition) -> None:
+    policy = MlpField()
+    trajectory = make_rollout(policy, transition=kernel)
+    found = host_trajectory(**stored(trajectory, velocity=velocities(policy, trajectory)))
+    torch.testing.assert_close(found.noise, trajectory.noise, rtol=1e-9, atol=1e-9)
+    assert found.fingerprint == trajectory.fingerprint
+    given = host_trajectory(**stored(trajectory, noise=trajectory.noise.transpose(0, 1)))
+    assert torch.equal(given.noise, trajectory.noise)
+
+
+def test_rows_in_any_order_are_sorted_from_high_noise_to_low() -> None:
+    """DanceGRPO: a random permutation for every sample, the first few of it."""
+    policy = MlpField()
+    trajectory = make_rollout(policy)
+    perms = torch.stack([torch.randperm(6, generator=torch.Generator().manual_seed(i))[:3] for i in range(4)])
+    rows = torch.arange(4)[:, None]
+    host = stored(trajectory, noise=trajectory.noise.transpose(0, 1))
+    for name in ("latents", "next_latents", "log_probs", "noise"):
+        host[name] = host[name][rows, perms]
+    found = host_trajectory(**host, steps=perms)
+    expected = trajectory.select(perms.sort(dim=1).values)
+    assert found.fingerprint == expected.fingerprint
+    for name in ("latents", "next_latents", "log_probs", "noise"):
+        assert torch.equal(getattr(found, name), getattr(expected, name))
+    plan = window_plan(found.sigmas, 2)
+    settings: tuple[Any, ...] = (ADVANTAGES, plan, OBJECTIVE, "autograd")
+    assert torch.equal(gradient(policy, found, *settings)[0], gradient(policy, expected, *settings)[0])
+
+
+def test_one_order_for_all_samples() -> None:
+    trajectory = make_rollout(MlpField())
+    order = torch.tensor([4, 1, 2])
+    host = stored(trajectory)
+    for name in ("latents", "next_latents", "log_probs"):
+        host[name] = host[name][:, order]
+    found = host_trajectory(**host, steps=order)
+    assert found.sigmas.shape == (3,)
+    assert torch.equal(found.latents, trajectory.select([1, 2, 4]).latents)
+
+
+@pytest.mark.parametrize("kept", [True, False], ids=["with velocities", "without"])
+def test_log_probabilities_without_their_normalising_term(kept: bool) -> None:
+    """Case 7.9: DanceGRPO's constant term is never added."""
+    policy = MlpField()
+    trajectory = make_rollout(policy, transition=DanceSDE(0.3))
+    quadratic = []
+    for j in range(6):
+        z, after = trajectory.latents[j], trajectory.next_latents[j]
+        v = velocities(policy, trajectory)[:, j]
+        mean, scale = kernel_step(trajectory.transition, z, v, SCHEDULE[j], SCHEDULE[j + 1])
+        quadratic.append((-((after - mean) ** 2) / (2 * scale**2)).flatten(1).mean(1))
+    host = stored(trajectory) | {"log_probs": torch.stack(quadratic, 1)}
+    if kept:
+        host["velocity"] = velocities(policy, trajectory)
+        with pytest.raises(ReplayMismatch, match="without their normalising term"):
+            host_trajectory(**host)
+    found = host_trajectory(**host, normalised=False)
+    torch.testing.assert_close(found.log_probs, trajectory.log_probs)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"transition": DanceSDE(0.6)},
+        {"transition": CPS(0.7)},
+        {"schedule": dance_schedule(7, shift=2.0)},
+        {"steps": torch.arange(6) + 1, "schedule": dance_schedule(8)},
+    ],
+    ids=["eta", "kernel", "shift", "steps"],
+)
+def test_another_rollout_is_refused(changes: dict[str, Any]) -> None:
+    policy = MlpField()
+    trajectory = make_rollout(policy)
+    with pytest.raises(ReplayMismatch, match="log_probs: stored"):
+        host_trajectory(**stored(trajectory, velocity=velocities(policy, trajectory)) | changes)
+
+
+def test_bf16_latents_pass_the_check() -> None:
+    policy = MlpField(elements=600)
+    trajectory = rollout(policy, SCHEDULE, DanceSDE(0.3), noise_like(4, 20, 30), seed=0)
+    host = stored(trajectory, velocity=velocities(policy, trajectory).bfloat16())
+    host["latents"], host["next_latents"] = host["latents"].bfloat16(), host["next_latents"].bfloat16()
+    found = host_trajectory(**host)
+    assert found.latents.dtype == found.noise.dtype == found.log_probs.dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"log_probs": torch.zeros(4, 5)}, r"log_probs \[B, S\], found"),
+        ({"next_latents": torch.zeros(4, 6, 3)}, "latents and next_latents must have shape"),
+        ({"velocity": torch.zeros(4, 6, 3, 1)}, r"velocity must have the shape \[4, 6, 3, 2\]"),
+        ({"noise": torch.zeros(4, 6, 3, 2), "velocity": torch.zeros(4, 6, 3, 2)}, "give one of them"),
+        ({"weights_version": 1}, "weights_version allows the closed form, which needs velocity or noise"),
+        ({"steps": torch.arange(5)}, r"steps must have shape \[6\] or \[4, 6\], found \[5\]"),
+        ({"steps": torch.arange(1, 7)}, r"steps must lie in 0..5, found 1 to 6: the last of the 7 sampling steps"),
+        ({"steps": torch.tensor([0, 1, 2, 3, 4, 4])}, "steps must differ from one another"),
+        ({"schedule": dance_schedule(7).flip(0)}, "schedule must decrease strictly"),
+        ({"timestep_mode": "floor"}, "timestep_mode must be one of"),
+        ({"transition": CPS(0.7), "normalised": False}, "normalised must be True for CPS"),
+    ],
+)
+def test_what_does_not_fit_is_named(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        host_trajectory(**stored(make_rollout(MlpField())) | changes)
+
+
+# Without the rollout's noise
+
+
+def test_without_noise_the_gradient_is_exact_by_autograd() -> None:
+    policy = MlpField()
+    trajectory = make_rollout(policy)
+    plan = causal_plan(trajectory.sigmas, [0, 2, 4])
+    expected, _ = gradient(policy, trajectory, ADVANTAGES, plan, OBJECTIVE, "autograd")
+    policy.zero_grad()
+    report = plan_update(policy, host_trajectory(**stored(trajectory)), ADVANTAGES, plan, OBJECTIVE, scale=1.0)
+    assert (report.upstream, report.passes, report.forwards) == ("autograd", 3, 6)
+    assert relative_error(flat_gradient(policy), expected) < 1e-12
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"upstream": "closed_form"}, "upstream='closed_form' needs the rollout's noise"),
+        ({"upstream": "interpolated"}, "upstream='interpolated' needs the rollout's noise"),
+        ({"plan": causal_plan(SCHEDULE[:6], [0, 3], predict=True)}, "'causal-predicted' has predicted knots"),
+    ],
+)
+def test_what_needs_the_noise_is_refused_without_it(settings: dict[str, Any], message: str) -> None:
+    policy = MlpField()
+    host = host_trajectory(**stored(make_rollout(policy)))
+    policy.calls.clear()
+    arguments = {"plan": exact_plan(host.sigmas)} | settings
+    with pytest.raises(ValueError, match=message):
+        plan_update(policy, host, ADVANTAGES, objective=OBJECTIVE, scale=1.0, **arguments)
+    assert policy.calls == []
+    with pytest.raises(FloatingPointError):
+        accumulate_gradients(policy, host, ADVANTAGES, arguments["plan"], OBJECTIVE, arguments.get("upstream", "auto"))
+
+
+# The policy
+
+
+def test_guidance_is_of_a_pair() -> None:
+    policy = HostPolicy(lambda latents, sigma, rows: (latents, latents / 2), guidance=3.0)
+    latents = torch.ones(2, 3)
+    assert torch.equal(policy.velocity(latents, torch.ones(2), torch.arange(2)), torch.full((2, 3), 2.0))
+    assert policy.signature() == {"guidance": "3.0"}
+
+
+@pytest.mark.parametrize(("guidance", "given"), [(3.0, "one velocity"), (None, "a pair")])
+def test_a_pair_without_guidance_and_the_reverse_are_named(guidance: float | None, given: str) -> None:
+    pair = guidance is None
+    policy = HostPolicy(lambda latents, sigma, rows: (latents, latents) if pair else latents, guidance=guidance)
+    with pytest.raises(ValueError, match=f"guidance is {guidance}, but the policy's function gives {given}"):
+        policy.velocity(torch.ones(2, 3), torch.ones(2), torch.arange(2))
+
+
+def test_whether_the_weights_moved_follows_from_the_parameters() -> None:
+    field = MlpField()
+    policy = HostPolicy(field.velocity, field.parameters(), settings={"dtype": "fp64"})
+    assert policy.signature() == {"dtype": "fp64", "guidance": "None"}
+    trajectory = make_rollout(field)
+    host = host_trajectory(
+        **stored(trajectory, velocity=velocities(field, trajectory)), weights_version=weights_version(policy)
+    )
+    plan = exact_plan(host.sigmas)
+    assert plan_update(policy, host, ADVANTAGES, plan, OBJECTIVE, scale=1.0).upstream == "closed_form"
+    nudge(field, 0.01)
+    assert plan_update(policy, host, ADVANTAGES, plan, OBJECTIVE, scale=1.0).upstream == "autograd"
+    with pytest.raises(OffPolicyError, match="the weights changed since the rollout"):
+        plan_update(policy, host, ADVANTAGES, plan, OBJECTIVE, scale=1.0, upstream="closed_form")
+    assert weights_version(HostPolicy(field.velocity)) is None
+
+
+def test_partitioned_parameters_are_refused() -> None:
+    parameter = torch.zeros(0)
+    parameter.ds_id = 0  # type: ignore[attr-defined]
+    with pytest.raises(ValueError, match="parameters must be None under DeepSpeed ZeRO-3"):
+        HostPolicy(lambda latents, sigma, rows: latents, [parameter])

@@ -10,7 +10,7 @@ PYTEST_ARGS ?=
 ARGS ?=
 
 .DEFAULT_GOAL := setup
-.PHONY: setup test reproduce lint format docs clean
+.PHONY: setup test reproduce reference lint format docs clean
 
 setup: $(STAMP)
 
@@ -29,6 +29,10 @@ test: $(STAMP)
 
 reproduce: $(STAMP)
 	$(BIN)/python -m analysis reproduce $(ARGS)
+
+# Makes every record in results/reference anew, by the command that is stored in it, then the list of them: hours.
+reference: $(STAMP)
+	$(BIN)/python -m analysis manifest --rerun
 
 lint: $(STAMP)
 	$(BIN)/ruff check

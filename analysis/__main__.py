@@ -9,7 +9,7 @@ from typing import Any
 
 import pandas as pd
 
-from analysis import calibrate, curves, reproduce
+from analysis import calibrate, curves, manifest, reproduce
 from analysis.calibrate import Calibrate
 from analysis.curves import Curves
 from analysis.report import write_report
@@ -17,8 +17,9 @@ from analysis.reproduce import Reproduce
 from analysis.study import Study
 from analysis.workload import Recipe
 from jagg_core.flags import add_flags, given
-from jagg_core.records import Record, RecordError, require_writable
+from jagg_core.records import Record, RecordError, require_writable, write_json
 
+CHECKOUT = Path(__file__).resolve().parent.parent
 REPORT_EXAMPLE = "example: python -m analysis report results/photos-flux"
 CURVES_EXAMPLE = (
     "example: python -m analysis curves --backbone digits-flux --reward classifier+10*ink --watched sharpness "
@@ -69,6 +70,9 @@ def parser() -> argparse.ArgumentParser:
     command = commands.add_parser("curves", help="train by every estimator in lockstep", epilog=CURVES_EXAMPLE)
     add_flags(command, Curves)
     command.add_argument("--out", type=Path, default=None, help="run folder, default results/BACKBONE-curves")
+    listed = commands.add_parser("manifest", help="list the records below a folder, their commands and inputs")
+    listed.add_argument("root", type=Path, nargs="?", default=Path("results/reference"))
+    listed.add_argument("--rerun", action="store_true", help="first make every record anew, which takes hours")
     report = commands.add_parser("report", help="rebuild tables, figures and page of a run", epilog=REPORT_EXAMPLE)
     report.add_argument("run", type=Path, help="run folder")
     return top
@@ -97,6 +101,12 @@ def main(argv: list[str] | None = None) -> None:
     top = parser()
     arguments = top.parse_args(argv)
     try:
+        if arguments.command == "manifest":
+            if arguments.rerun:
+                manifest.rerun(arguments.root, CHECKOUT)
+            write_json(arguments.root / manifest.NAME, manifest.manifest(arguments.root, CHECKOUT))
+            print(f"wrote {arguments.root / manifest.NAME}")
+            return
         out = arguments.run if arguments.command == "report" else None
         if arguments.command == "curves":
             chosen = Curves(**given(arguments, Curves))

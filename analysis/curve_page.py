@@ -1,4 +1,4 @@
-"""The page of reward curves: reward against updates and seconds, and what may be said of quality."""
+"""The page of reward curves: reward against updates and time, and what may be said of quality."""
 
 from __future__ import annotations
 
@@ -49,21 +49,21 @@ def _draw(axes: Axes, evaluated: pd.DataFrame, scale: dict[str, float]) -> None:
 
 
 def curves_figure(record: Record, frames: dict[str, pd.DataFrame]) -> Figure:
-    """Held-out reward against updates and seconds, and every watched reward against updates."""
+    """Held-out reward against updates and against time, and every watched reward against updates."""
     evaluated, arms = frames["held_out"], frames["arms"].set_index("arm")
     trained, watched = record.settings["reward"], list(record.settings["watched"])
     one = dict.fromkeys(arms.index, 1.0)
-    seconds = {str(arm): float(value) for arm, value in arms["step_s"].items()}
+    time = {str(arm): 1 / float(value) for arm, value in arms["step_speed_up"].items()}
     with style():
         figure = Figure(figsize=(4.2 * (2 + len(watched)), 4.2), layout="constrained")
         panels = figure.subplots(1, 2 + len(watched), squeeze=False)[0]
         _draw(panels[0], evaluated[evaluated["reward"] == trained], one)
         panels[0].set(xlabel="updates", ylabel=f"held-out {trained}", title="trained reward")
-        _draw(panels[1], evaluated[evaluated["reward"] == trained], seconds)
-        panels[1].set(xlabel="seconds of training (median step)", ylabel=f"held-out {trained}", title="trained reward")
+        _draw(panels[1], evaluated[evaluated["reward"] == trained], time)
+        panels[1].set(xlabel="time, in training steps of exact", ylabel=f"held-out {trained}", title="trained reward")
         for axes, name in zip(panels[2:], watched, strict=True):
             _draw(axes, evaluated[evaluated["reward"] == name], one)
-            axes.set(xlabel="updates", ylabel=f"held-out {name}", title=f"{name}, not trained on")
+            axes.set(xlabel="updates", ylabel=f"held-out {name}", title=f"watched: {name}")
         handles, labels = panels[0].get_legend_handles_labels()
         figure.legend(handles, labels, loc="outside lower center", ncols=4)
     return figure
@@ -92,7 +92,7 @@ def sentences(record: Record, frames: dict[str, pd.DataFrame]) -> list[str]:
         when = (
             f"exact's final reward is not reached in {round(settings['updates'] * settings['longer'])} updates"
             if pd.isna(row["time_to_exact"])
-            else f"exact's final reward is reached in {row['time_to_exact']:.2f} of exact's seconds"
+            else f"exact's final reward is reached in {row['time_to_exact']:.2f} of exact's time"
         )
         said.append(
             f"{LABELS[row['arm']]}: {row['backward_speed_up']:.2f}x in backward passes, "

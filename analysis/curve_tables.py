@@ -11,7 +11,8 @@ from scipy import stats
 
 from jagg_core.records import Cell, Record
 
-VERDICTS = ("inside exact's band", "better", "worse", "inconclusive")
+INSIDE = "inside exact's band"
+VERDICTS = (INSIDE, f"lower, {INSIDE}", f"higher, {INSIDE}", "better", "worse", "inconclusive")
 """What an arm's final reward may be called beside exact's."""
 
 
@@ -47,8 +48,9 @@ def held_out(record: Record) -> pd.DataFrame:
 def verdict(arm: Sequence[float], exact: Sequence[float]) -> tuple[str, float, float | None, float | None]:
     """Final rewards of an arm beside exact's, seed by seed: one of `VERDICTS`, the mean difference, its 95 % interval.
 
-    Equal quality is said only of an arm whose mean lies inside the range of exact's own seeds; better or worse only if
-    it lies outside and the interval of the paired difference leaves zero out.
+    An arm whose mean lies inside the range of exact's own seeds is no further from exact than another seed is; it is
+    lower or higher all the same if the interval of the paired difference leaves zero out. Outside the range that makes
+    it better or worse; all else is inconclusive.
     """
     difference = np.array(arm) - np.array(exact)
     mean = float(difference.mean())
@@ -56,13 +58,13 @@ def verdict(arm: Sequence[float], exact: Sequence[float]) -> tuple[str, float, f
         return "inconclusive", mean, None, None
     half = float(stats.t.ppf(0.975, len(difference) - 1) * difference.std(ddof=1) / np.sqrt(len(difference)))
     low, high = mean - half, mean + half
-    found = "inconclusive"
-    if min(exact) <= np.mean(arm) <= max(exact):
-        found = "inside exact's band"
-    elif low > 0:
-        found = "better"
+    inside = min(exact) <= np.mean(arm) <= max(exact)
+    if low > 0:
+        found = f"higher, {INSIDE}" if inside else "better"
     elif high < 0:
-        found = "worse"
+        found = f"lower, {INSIDE}" if inside else "worse"
+    else:
+        found = INSIDE if inside else "inconclusive"
     return found, mean, low, high
 
 
@@ -77,6 +79,14 @@ def reached(after: Sequence[int], values: Sequence[float], target: float) -> flo
     return None
 
 
+def speed_ups(table: pd.DataFrame, updates: int) -> pd.DataFrame:
+    """Median over seeds and updates of exact's seconds over an arm's in the same turn, by arm: update and step."""
+    names = ["update_s", "step_s"]
+    turns = table[table["update"] <= updates].set_index(["arm", "seed", "update"])[names]
+    ratios = turns.loc["exact"].reindex(turns.index.droplevel("arm")).to_numpy() / turns
+    return ratios.groupby("arm").median().rename(columns={name: name.replace("_s", "_speed_up") for name in names})
+
+
 def arms(record: Record, table: pd.DataFrame, evaluated: pd.DataFrame) -> pd.DataFrame:
     """A row per arm: its cost, its final held-out reward, the verdict, and seconds until exact's final reward."""
     settings = record.settings
@@ -85,7 +95,7 @@ def arms(record: Record, table: pd.DataFrame, evaluated: pd.DataFrame) -> pd.Dat
     )
     trained = settings["reward"]
     passes: dict[str, int] = {cell.settings["arm"]: cell.values["passes"] for cell in runs(record)}
-    seconds = table.groupby("arm")[["update_s", "step_s"]].median()
+    seconds, faster = table.groupby("arm")[["update_s", "step_s"]].median(), speed_ups(table, settings["updates"])
     curves = evaluated[evaluated["reward"] == trained].groupby(["arm", "after"])["value"].mean()
     target = float(curves["exact"].loc[settings["updates"]])
     rows = []
@@ -102,8 +112,8 @@ def arms(record: Record, table: pd.DataFrame, evaluated: pd.DataFrame) -> pd.Dat
             "update_s": seconds.loc[arm, "update_s"],
             "step_s": seconds.loc[arm, "step_s"],
             "backward_speed_up": passes["exact"] / passes[arm],
-            "update_speed_up": seconds.loc["exact", "update_s"] / seconds.loc[arm, "update_s"],
-            "step_speed_up": seconds.loc["exact", "step_s"] / seconds.loc[arm, "step_s"],
+            "update_speed_up": faster.loc[arm, "update_speed_up"],
+            "step_speed_up": faster.loc[arm, "step_speed_up"],
             "final": float(ours[trained].mean()),
             "final_min": float(ours[trained].min()),
             "final_max": float(ours[trained].max()),
@@ -112,13 +122,12 @@ def arms(record: Record, table: pd.DataFrame, evaluated: pd.DataFrame) -> pd.Dat
             "difference_high": high,
             "verdict": "" if arm == "exact" else said,
             "updates_to_exact": needed,
-            "seconds_to_exact": None if needed is None else needed * seconds.loc[arm, "step_s"],
+            "time_to_exact": None
+            if needed is None
+            else needed / settings["updates"] / float(faster.loc[arm, "step_speed_up"]),
         }
         rows.append(row | {f"final {name}": float(ours[name].mean()) for name in settings["watched"]})
-    frame = pd.DataFrame(rows)
-    exact_s = frame.loc[frame["arm"] == "exact", "seconds_to_exact"].iloc[0]
-    frame["time_to_exact"] = frame["seconds_to_exact"].astype(float) / float(exact_s)
-    return frame
+    return pd.DataFrame(rows)
 
 
 def all_tables(record: Record) -> dict[str, pd.DataFrame]:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from analysis.curve_tables import all_tables, arms, held_out, reached, training, verdict
+from analysis.curve_tables import all_tables, arms, held_out, reached, speed_ups, training, verdict
 from analysis.curves import NOT_REACHED, Curves, run
 from analysis.report import write_report
 from jagg_core.records import Cell, Record
@@ -106,7 +106,19 @@ def test_costs_and_rewards_are_compared_with_exact() -> None:
     updates = 2 + (1.1 - 3.1 / 3) / (0.5 * 3.1 / 3)
     assert row["updates_to_exact"] == pytest.approx(updates)
     assert row["time_to_exact"] == pytest.approx(updates * 2 / (2 * 5))
-    assert (frame.loc["exact", "verdict"], frame.loc["exact", "time_to_exact"]) == ("", 1.0)
+
+
+def test_speed_ups_compare_what_ran_in_the_same_turn() -> None:
+    record = curve_record({"exact": [1.0, 1.2, 1.1], "causal-5": [1.0, 1.1, 1.0]})
+    for cell in record.cells:
+        if cell.settings["seed"] == 2:  # the machine was ten times slower
+            for name in ("update_s", "step_s"):
+                cell.samples[name] = [10 * value for value in cell.samples[name] if value is not None]
+        if cell.name == "causal-5/seed=0":
+            cell.samples["update_s"][2] = 1e6  # after exact has ended
+    found = speed_ups(training(record), updates=2)
+    assert found.loc["causal-5"].to_dict() == {"update_speed_up": 4.0, "step_speed_up": 2.5}
+    assert found.loc["exact"].to_dict() == {"update_speed_up": 1.0, "step_speed_up": 1.0}
 
 
 @pytest.mark.parametrize(
@@ -117,8 +129,10 @@ def test_costs_and_rewards_are_compared_with_exact() -> None:
         ([0.5, 0.6, 0.55], [1.0, 1.1, 1.05], "worse"),
         ([2.0, 2.1, 2.05], [1.0, 1.1, 1.05], "better"),
         ([0.2, 1.6, 0.9], [1.0, 1.1, 1.2], "inconclusive"),
+        ([0.98, 1.98, 2.98], [1.0, 2.0, 3.0], "lower, inside exact's band"),
+        ([1.02, 2.02, 3.02], [1.0, 2.0, 3.0], "higher, inside exact's band"),
     ],
-    ids=["one-seed", "inside", "worse", "better", "wide"],
+    ids=["one-seed", "inside", "worse", "better", "wide", "lower", "higher"],
 )
 def test_a_verdict_needs_seeds_and_a_difference(arm: list[float], exact: list[float], expected: str) -> None:
     assert verdict(arm, exact)[0] == expected

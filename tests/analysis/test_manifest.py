@@ -1,0 +1,55 @@
+"""The list of reference records, and making them anew."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from analysis.__main__ import main
+from analysis.manifest import digest, manifest, rerun
+from jagg_core.backbones.pixel import weights_path
+from jagg_core.records import Cell, Record, read_json, write_json
+
+CHECKOUT = Path(__file__).parents[2]
+
+
+def write(path: Path, kind: str, command: list[str], **settings: object) -> None:
+    environment = {"commit": "abc", "dirty": False}
+    Record(kind, command, "digits-flux", settings, {}, environment=environment, cells=[Cell("a")]).write(path)
+
+
+def test_an_entry_has_command_and_inputs(tmp_path: Path) -> None:
+    calibration = "results/reference/digits-flux-calibration/calibration-eta0.7.json"
+    write(tmp_path / "run/record.json", "curves", ["python", "-m", "x", "--reward", "a+10*b"], calibration=calibration)
+    write_json(tmp_path / "run/other.json", {"kind": "calibration"})
+    weights = weights_path("digits-flux")
+    assert manifest(tmp_path, CHECKOUT) == [
+        {
+            "file": "run/record.json",
+            "sha256": digest(tmp_path / "run/record.json"),
+            "kind": "curves",
+            "command": "python -m x --reward 'a+10*b'",
+            "commit": "abc",
+            "dirty": False,
+            "inputs": {
+                weights.relative_to(CHECKOUT).as_posix(): digest(weights),
+                calibration: digest(CHECKOUT / calibration),
+            },
+        }
+    ]
+    main(["manifest", str(tmp_path)])
+    assert read_json(tmp_path / "manifest.json") == manifest(tmp_path, CHECKOUT)
+
+
+def test_records_are_made_anew_by_their_own_commands_calibrations_first(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, kind in (("a", "curves"), ("b", "calibrate")):
+        path = tmp_path / f"{name}.json"
+        copy = tmp_path / f"{name}.copy"
+        write(path, kind, ["python", "-c", f"import shutil; shutil.copy({str(copy)!r}, {str(path)!r})"])
+        write(copy, kind, ["new"])
+    rerun(tmp_path, CHECKOUT)
+    assert [line.rsplit("/", 1)[-1][0] for line in capsys.readouterr().out.splitlines()] == ["b", "a"]
+    assert Record.read(tmp_path / "a.json").command == Record.read(tmp_path / "b.json").command == ["new"]

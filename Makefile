@@ -7,6 +7,8 @@ STAMP := $(VENV)/.stamp
 
 # Extra arguments: make test PYTEST_ARGS='-k plan', make reproduce ARGS='--seed 1'
 PYTEST_ARGS ?=
+# Processes that share the tests, file by file; networks are so small that a thread each is best.
+WORKERS ?= 2
 ARGS ?=
 
 .DEFAULT_GOAL := setup
@@ -24,8 +26,9 @@ $(STAMP): pyproject.toml constraints.txt
 	@touch $(STAMP)
 
 test: export HF_HUB_OFFLINE = 1
+test: export OMP_NUM_THREADS = 1
 test: $(STAMP)
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile $(PYTEST_ARGS)
 
 reproduce: $(STAMP)
 	$(BIN)/python -m analysis reproduce $(ARGS)

@@ -7,6 +7,7 @@ possibly an empty one. Sums over elements are then sums over the pieces.
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -93,6 +94,8 @@ def shard(blocks: Sequence[nn.Module], transformer: nn.Module, dtype: torch.dtyp
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
+    # what a block returns may be a view of a tensor; nobody here writes into it
+    warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor", UserWarning)
     first = next(transformer.parameters())
     count = shards or ranks()
     shape, names = ((count,), ("shard",)) if count == ranks() else ((ranks() // count, count), ("replicate", "shard"))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -72,8 +71,6 @@ def main(argv: Sequence[str]) -> None:
         arguments, config = configure(argv)
         join(config.model.device, config.run.timeout)
         first = rank() == 0
-        # of FSDP2; nothing here writes into a velocity
-        warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor", UserWarning)
         with tqdm(total=config.run.updates, desc="train", unit="update", disable=not first) as bar:
 
             def progress(metrics: Metrics) -> None:

@@ -20,8 +20,8 @@ from bench.children import run_children
 from bench.group import GroupBench, load_group
 from jagg_core.records import Cell, Record, command_line, recorded
 
-REPEATS = 3
-"""Runs of an arm in its process; the first one also allocates the gradients."""
+REPEATS = {"cuda": 3, "cpu": 1}
+"""Measured runs of an arm in its process. Tensors alive on a CPU are counted: every run gives the same."""
 
 LEFT_OUT = ("exact-again", "exact-bare", "prototype", "subsample")
 """Arms that are there to time the others against; they hold what exact, or closed-form-sequential, holds."""
@@ -59,7 +59,7 @@ def measure(number: int, settings: GroupBench, name: str, folder: str) -> None:
         run_arm(arm, group)
 
     run()  # gradients are allocated, and libraries set up
-    peaks = [_peak_of(run, device) for _ in range(REPEATS)]
+    peaks = [_peak_of(run, device) for _ in range(REPEATS[device.type])]
     (Path(folder) / "peaks.json").write_text(json.dumps(peaks))
 
 

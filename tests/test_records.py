@@ -300,7 +300,7 @@ def test_plain(value: object, expected: object) -> None:
     assert json.dumps(found) == json.dumps(expected)
 
 
-@pytest.mark.parametrize("value", [object(), {1, 2}, 1j, b"bytes", print], ids=repr)
+@pytest.mark.parametrize("value", [object(), {1, 2}, 1j, b"bytes", print], ids=lambda value: type(value).__name__)
 def test_what_is_unknown_is_refused_by_type(value: object, tmp_path: Path) -> None:
     with pytest.raises(RecordError, match=f"cannot store a {type(value).__name__} in a record"):
         plain([{"deep": value}])

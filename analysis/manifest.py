@@ -24,6 +24,8 @@ def manifest(root: Path, checkout: Path) -> list[dict[str, Any]]:
     """
     entries = []
     for path in sorted(root.rglob("*.json")):
+        if path.name != "record.json" and (path.parent / "record.json").exists():
+            continue  # what the run of that record made
         data = read_json(path)
         if not isinstance(data, dict) or "cells" not in data:
             continue

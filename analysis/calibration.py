@@ -19,6 +19,9 @@ Frames = Mapping[str, pd.DataFrame]
 OURS = ("causal", "causal-predicted")
 """Families that may be recommended: what looks ahead is not."""
 
+OF_A_MOMENT = ("cpu_mhz", "cuda_mhz", "load_average")
+"""What a record's environment says of the moment it was made in."""
+
 
 def calibration(record: Record, eta: float, frames: Frames | None = None) -> dict[str, Any]:
     """Plans for every number of passes, per-group cosines of the paper's rule, ``jagg_frac``, and what to run.
@@ -62,7 +65,8 @@ def calibration(record: Record, eta: float, frames: Frames | None = None) -> dic
         "plans": plans,
         "recommended": recommended(record, eta, frames),
         "seeds": {k: v for k, v in record.seeds.items() if k.endswith(f"eta={eta:g}")},
-        "environment": record.environment,
+        # of the machine as it is, not as it was in a moment
+        "environment": {k: v for k, v in record.environment.items() if k not in OF_A_MOMENT},
     }
 
 

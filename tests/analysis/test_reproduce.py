@@ -167,7 +167,7 @@ def test_tables_are_means_of_the_samples(folder: Path, record: Record) -> None:
         assert row["n"] == 2
     speed = pd.read_csv(folder / "tables" / "speed.csv")
     assert speed.loc[speed["arm"] == "exact", "speed_up"].tolist() == [1.0]
-    assert (speed["passes"] == [3, 3, 3, 3, 2, 2, 2, 2]).all()
+    assert speed["passes"].tolist() == [3, 3, 3, 3, 2, 2, 2, 2, 2, 2]
     leak = pd.read_csv(folder / "tables" / "leak.csv")
     assert (leak["n"] == 3).all()
     routing = pd.read_csv(folder / "tables" / "routing.csv")

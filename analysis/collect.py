@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -23,6 +22,7 @@ from analysis.gradients import (
 from analysis.spaces import DIMENSION, ExactSpace, ProjectedSpace, Space
 from jagg_core import Plan, Trajectory, VelocityPolicy
 from jagg_core.distributed import Sharding
+from jagg_core.memory import free_memory
 from jagg_core.objective import ClippedSurrogate
 
 SpaceName = Literal["auto", "exact", "projected"]
@@ -238,14 +238,3 @@ def plan_gradients(
     rows = space.finish(rows).flatten(1)
     totals = torch.from_numpy(combine).to(rows) @ rows
     return dict(zip(plans, totals, strict=True))
-
-
-def free_memory(device: torch.device) -> int:
-    """Bytes that can still be allocated on a device."""
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    try:
-        with open("/proc/meminfo") as file:
-            return next(int(line.split()[1]) * 1024 for line in file if line.startswith("MemAvailable"))
-    except (OSError, StopIteration):
-        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

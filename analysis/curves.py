@@ -39,7 +39,7 @@ class Curves:
         backbone: what is trained.
         backbone_options: of its loader.
         reward: what is trained on.
-        watched: rewards that are evaluated and never trained on: over-optimisation shows there.
+        watched: rewards that are evaluated beside: in those that are not trained on over-optimisation shows.
         updates: of exact, and those after which rewards are compared.
         longer: the other arms go on for so many times the updates, so that it shows when they reach exact's reward.
         seeds: runs per arm; equal seeds draw the same prompts and noise in every arm.
@@ -225,7 +225,9 @@ def _advance(cell: Cell, trainer: GRPOTrainer, settings: Curves) -> None:
     }
     for name, value in seen.items():
         cell.samples.setdefault(name, []).append(value)
-    cell.values["passes"], cell.values["skipped"] = metrics.passes, trainer.skipped
+    if not metrics.skipped:
+        cell.values["passes"] = metrics.passes
+    cell.values["skipped"] = trainer.skipped
     due = trainer.update % settings.eval_every == 0
     if due or trainer.update in (settings.updates, settings.last_update(cell.settings["arm"])):
         _evaluate(cell, trainer)

@@ -299,8 +299,7 @@ class RunSettings:
         eval_every: updates between evaluations on held-out noise; 0: none.
         eval_samples: samples per prompt of an evaluation, drawn without SDE noise.
         eval_prompts: prompts of an evaluation.
-        eval_rewards: rewards that are evaluated and never trained on, besides the trained one; their options stand
-            with those of the trained one.
+        eval_rewards: rewards that are evaluated besides the trained one; their options stand with its own.
         max_skipped: updates in a row that may be skipped for values that are not finite before the run stops.
         timeout: seconds that a rank waits for the others.
         tensorboard: also write event files.
@@ -383,6 +382,8 @@ class GRPOConfig:
             )
         if plan.keep_graphs:
             self._check_graphs()
+        if plan.recalibrate_every and self.rollout.trained != "all":
+            raise ValueError(f"recalibrate_every needs trained 'all', found {self.rollout.trained!r}")
         prompt_statistics = "prompt" in (self.advantage.centre, self.advantage.scale)
         if prompt_statistics and self.rollout.samples == 1:
             raise ValueError(
@@ -428,6 +429,8 @@ class GRPOConfig:
         held_out = self.run.eval_prompts * self.run.eval_samples
         if self.run.eval_every and held_out % ranks:
             raise ValueError(f"eval_prompts * eval_samples must be a multiple of the {ranks} ranks, found {held_out}")
+        if self.plan.keep_graphs and ranks > 1:
+            raise ValueError(f"keep_graphs is for one rank, whose weights stay as they are, found {ranks}")
         if self.parallel.shards and ranks % self.parallel.shards:
             raise ValueError(f"shards must divide the {ranks} ranks, found {self.parallel.shards}")
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import os
-
 import torch
 from torch import Tensor
 
+from jagg_core.memory import free_memory
 from jagg_core.policy import VelocityPolicy
 
 
@@ -30,20 +29,13 @@ def graph_bytes(policy: VelocityPolicy, latents: Tensor) -> int:
     return found
 
 
-def free_bytes(device: torch.device) -> int:
-    """Memory that can still be had."""
-    if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0])
-    return int(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES"))
-
-
 def require_memory(policy: VelocityPolicy, latents: Tensor, knots: int, samples: int) -> int:
     """Bytes for the graphs of ``knots`` steps of ``samples`` samples, estimated from one of ``latents`` [1, *D].
 
     Raises:
         ValueError: more than can be had; says how much is needed.
     """
-    needed, free = graph_bytes(policy, latents) * knots * samples, free_bytes(latents.device)
+    needed, free = graph_bytes(policy, latents) * knots * samples, free_memory(latents.device)
     if needed > free:
         raise ValueError(
             f"keep_graphs needs {needed / 2**30:.2f} GiB for {knots} knots of {samples} samples, found "

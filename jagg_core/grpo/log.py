@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import csv
+import io
 from collections.abc import Mapping
+from hashlib import blake2b
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from jagg_core.grpo.config import RunSettings
 from jagg_core.records import write_atomically
@@ -14,7 +16,7 @@ from jagg_core.records import write_atomically
 class Log:
     """Rows of numbers by update.
 
-    The CSV has a column for every figure of the first row. On resume, rows after the checkpoint are dropped.
+    The CSV has a column for every figure of any row. On resume, rows after the checkpoint are dropped.
 
     Raises:
         ValueError: a logger that was asked for is not installed.
@@ -37,20 +39,25 @@ class Log:
             self._write()
         else:
             with self.path.open("a", newline="") as file:
-                csv.writer(file).writerow(self._rows[-1].values())
+                _writer(file).writerow(self._rows[-1].values())
         for logger in self._loggers:
             logger.add({key: value for key, value in row.items() if isinstance(value, (int, float))})
 
     def _write(self) -> None:
         columns = list(dict.fromkeys(key for row in self._rows for key in row))
-        lines = [columns, *([row.get(key, "") for key in columns] for row in self._rows)] if columns else []
-        text = "".join(",".join(line) + "\n" for line in lines)
-        write_atomically(self.path, text.encode())
+        text = io.StringIO(newline="")
+        if columns:
+            _writer(text).writerows([columns, *([row.get(key, "") for key in columns] for row in self._rows)])
+        write_atomically(self.path, text.getvalue().encode())
 
     def close(self) -> None:
         """End what was begun."""
         for logger in self._loggers:
             logger.close()
+
+
+def _writer(file: TextIO) -> Any:
+    return csv.writer(file, lineterminator="\n")
 
 
 def read_rows(path: Path) -> list[dict[str, str]]:
@@ -86,7 +93,9 @@ class _Wandb:
             import wandb
         except ImportError as error:
             raise ValueError("wandb is not installed: pip install wandb") from error
-        self.run = wandb.init(project=project, dir=str(folder), id=folder.name, resume="allow")
+        # the same folder is the same run when it resumes; folders of the same name elsewhere are others
+        own = blake2b(str(folder.resolve()).encode(), digest_size=6).hexdigest()
+        self.run = wandb.init(project=project, dir=str(folder), name=folder.name, id=own, resume="allow")
 
     def add(self, row: Mapping[str, float]) -> None:
         self.run.log({k: v for k, v in row.items() if k != "update"}, step=int(row["update"]))

@@ -32,8 +32,8 @@ def train(
 ) -> GRPOTrainer:
     """Train in a run folder. Called on every rank.
 
-    The folder gets ``config.json``, ``environment.json``, ``metrics.csv``, ``evaluation.csv``, ``recalibration.csv``,
-    ``checkpoints/``, and at the end ``weights.safetensors``.
+    The folder gets ``config.json``, ``environment.json``, ``metrics.csv``, ``checkpoints/``, where they are
+    asked for ``evaluation.csv`` and ``recalibration.csv``, and at the end ``weights.safetensors``.
 
     Args:
         config: the run.
@@ -49,6 +49,7 @@ def train(
     """
     checkpoints = folder / "checkpoints"
     _require_fresh_or_same(config, folder, resume)
+    barrier()  # the first rank writes what the others look for
     trainer = GRPOTrainer(config)
     start = checkpoint.newest(checkpoints) if resume else None
     if start is not None:

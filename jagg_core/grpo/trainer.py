@@ -142,7 +142,8 @@ class GRPOTrainer:
     def step(self) -> Metrics:
         """Roll out, score, and step the weights.
 
-        An update with a reward, loss or gradient that is not finite is skipped and counted.
+        An update with a reward, loss or gradient that is not finite is skipped and counted; optimizer steps that it
+        made before, on other samples of the rollout, stay.
 
         Raises:
             TrainingStopped: too many updates in a row were skipped.

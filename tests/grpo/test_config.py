@@ -84,6 +84,10 @@ REFUSED: list[tuple[dict[str, dict[str, Any]], str]] = [
     ({"run": {"eval_rewards": ("inkk",)}}, "unknown reward 'inkk', nearest is 'ink'"),
     ({"reward": {"options": ("pickscore.path=x",)}}, r"\['pickscore.path=x'\] are for none of the rewards"),
     ({"plan": {"recalibrate_every": 3, "estimator": "spline"}}, "recalibrate_every is for the estimator causal"),
+    (
+        {"plan": {"recalibrate_every": 3, "knots": (0, 1)}, "rollout": {"trained": "window", "window_range": (0, 3)}},
+        "recalibrate_every needs trained 'all', found 'window'",
+    ),
     ({"plan": {"recalibrate_every": 3, "recalibrate": "nowhere:f"}}, "there is no module 'nowhere'"),
 ]
 
@@ -99,6 +103,8 @@ def test_samples_and_shards_must_divide_evenly() -> None:
         changed(optimizer={"steps_per_rollout": 2}).check_ranks(3)
     with pytest.raises(ValueError, match="shards must divide the 4 ranks, found 3"):
         changed(parallel={"shards": 3}).check_ranks(4)
+    with pytest.raises(ValueError, match=r"keep_graphs is for one rank.* found 2"):
+        changed(plan={"keep_graphs": True}).check_ranks(2)
 
 
 @pytest.mark.parametrize("name", PRESETS)

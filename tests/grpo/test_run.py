@@ -179,6 +179,11 @@ class TestLog:
         for update in (1, 2, 3):
             log.add({"update": update, "reward": update / 10, "norm": None})
         log.close()
+        again = Log(tmp_path, SMALL.run, "metrics", 2)
+        assert (tmp_path / "metrics.csv").read_bytes() == b"update,reward,norm\n1,0.1,\n2,0.2,\n"
+        again.add({"update": 3, "reward": 0.5, "norm": None})
+        again.close()
+        assert (tmp_path / "metrics.csv").read_bytes().endswith(b"2,0.2,\n3,0.5,\n")
         Log(tmp_path, SMALL.run, "metrics", 2).close()
         assert [(row["update"], row["reward"], row["norm"]) for row in read_rows(tmp_path / "metrics.csv")] == [
             ("1", "0.1", ""),

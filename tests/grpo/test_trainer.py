@@ -11,13 +11,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from jagg_core import DanceSDE, initial_latents, rollout
+from jagg_core import DanceSDE, accumulate_gradients, initial_latents, rollout
 from jagg_core.backbones import load_backbone
 from jagg_core.grpo import GRPOTrainer, TrainingStopped, graphs
 from jagg_core.grpo.config import PlanSettings
 from jagg_core.grpo.graphs import graph_bytes
 from jagg_core.grpo.learner import Learner, WithoutAdapter
-from jagg_core.grpo.plans import jagg_frac_of
+from jagg_core.grpo.plans import jagg_frac_of, make_plan
 from jagg_core.grpo.sampling import prompts_of
 from jagg_core.grpo.weights import MasterWeights
 from jagg_core.objective import step_log_prob
@@ -27,6 +27,7 @@ from jagg_core.schedule import dance_schedule
 from jagg_core.seeding import derive_seed
 from tests.grpo.runs import SMALL, changed, weights
 
+CALIBRATION = Path(__file__).parents[2] / "results/reference/digits-flux-calibration/calibration-eta0.7.json"
 EXACT = changed(plan={"estimator": "exact", "knots": ()}, model={"ema_decay": 0.0})
 
 
@@ -141,6 +142,23 @@ def test_only_the_first_step_of_a_rollout_is_on_policy() -> None:
     assert found.log_ratio_max > 1e-5
 
 
+def test_interpolated_upstream_gradients_are_near_those_of_every_step() -> None:
+    causal = {"calibration": str(CALIBRATION), "knots": (), "passes": 8}
+    config = changed(plan=causal, rollout={"steps": 21, "micro_batch": 4}, objective={"clip_range": 1.0})
+    trainer = GRPOTrainer(config)
+    [(policy, trajectory, advantages)] = trainer.batches("test")
+    trainer.step()
+    plan = make_plan(trainer.plan, trajectory.sigmas, 0)
+    found, forwards = {}, {}
+    for mode in ("autograd", "interpolated"):
+        report = accumulate_gradients(policy, trajectory, advantages, plan, trainer.objective, mode)  # type: ignore[arg-type]
+        found[mode], forwards[mode] = _gradient(trainer.learner), report.forwards
+        trainer.learner.masters.clear_gradients()
+    assert forwards == {"autograd": 20, "interpolated": 8}
+    error = (found["interpolated"] - found["autograd"]).norm() / found["autograd"].norm()
+    assert 1e-6 < error < 1e-2
+
+
 @pytest.mark.parametrize(
     ("settings", "steps"), [({"trained": "random", "fraction": 0.5}, 2), ({"trained": "window"}, 2)]
 )
@@ -194,8 +212,7 @@ def test_a_velocity_that_is_not_finite_skips_the_update() -> None:
 
 
 def test_a_calibration_of_another_schedule_is_refused_before_the_first_rollout() -> None:
-    path = Path(__file__).parents[2] / "results/reference/digits-flux-calibration/calibration-eta0.7.json"
-    calibrated = {"calibration": str(path), "knots": (), "passes": 5}
+    calibrated = {"calibration": str(CALIBRATION), "knots": (), "passes": 5}
     with pytest.raises(ValueError, match=r"is of 20 trained steps, 1 to 0\.\d+; this run has 4, 1 to 0\.6667"):
         GRPOTrainer(changed(plan=calibrated))
     trainer = GRPOTrainer(changed(plan=calibrated, rollout={"steps": 21, "micro_batch": 4}))
@@ -316,7 +333,7 @@ class TestKeptGraphs:
         trainer = GRPOTrainer(changed(plan={"keep_graphs": True}))
         policy = trainer.learner.policy(["3"])
         needed = graph_bytes(policy, torch.randn(1, 16, 4)) * 2 * 4
-        monkeypatch.setattr(graphs, "free_bytes", lambda device: needed - 1)
+        monkeypatch.setattr(graphs, "free_memory", lambda device: needed - 1)
         with pytest.raises(ValueError, match=rf"keep_graphs needs {needed / 2**30:.2f} GiB for 2 knots of 4 samples"):
             trainer.step()
 

@@ -150,7 +150,7 @@ def step_lines(record: Record) -> list[str]:
 
 
 def _add_memory(commands: Any) -> None:
-    memory = commands.add_parser("memory", help="peak memory of one group by arm, each in a process of its own")
+    memory = commands.add_parser("memory", help="peak memory of one group by arm")
     add_flags(memory, GroupBench, skip=("rounds", "warmup"))
     memory.add_argument("--out", type=Path, required=True, help="record to write (JSON)")
 

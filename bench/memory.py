@@ -1,13 +1,13 @@
-"""Peak memory of one group by arm, each in a process of its own."""
+"""Peak memory of one group by arm: on a GPU each in a process of its own, on the CPU all in a fresh one."""
 
 from __future__ import annotations
 
 import gc
-import json
 import tempfile
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 from bench.arms import arms_for, run_arm
 from bench.children import run_children
 from bench.group import GroupBench, load_group
-from jagg_core.records import Cell, Record, command_line, recorded
+from jagg_core.records import Cell, Record, command_line, read_json, recorded, write_json
 
 REPEATS = {"cuda": 3, "cpu": 1}
 """Measured runs of an arm in its process. Tensors alive on a CPU are counted: every run gives the same."""
@@ -33,11 +33,23 @@ def run_memory_bench(settings: GroupBench, arms: Sequence[str] | None = None, ti
     A cell's ``peak_bytes`` is what was needed beyond the loaded model, its rollout and its gradients: activations of
     the graphs held at a time, mostly. On a GPU it is what torch's allocator gave, on the CPU the tensors alive.
     """
+    names = arm_names(settings.window) if arms is None else list(arms)
+    # an allocator remembers the arms before; tensors that are counted do not, and importing takes longer than an arm
+    together = [[name] for name in names] if settings.device.startswith("cuda") else [names]
     cells: list[Cell] = []
-    for name in arm_names(settings.window) if arms is None else arms:
-        with recorded(cells, name) as cell, tempfile.TemporaryDirectory() as folder:
-            run_children(measure, (settings, name, folder), 1, timeout)
-            cell.samples = {"peak_bytes": json.loads((Path(folder) / "peaks.json").read_text())}
+    for some in together:
+        with tempfile.TemporaryDirectory() as folder:
+            failure: Exception | None = None
+            try:
+                run_children(measure, (settings, some, folder), 1, timeout)
+            except Exception as error:  # of a child that died, hung or ran out of memory
+                failure = error
+            for name in some:
+                with recorded(cells, name) as cell:
+                    found = Path(folder) / f"{name}.json"
+                    if failure is not None and not found.exists():
+                        raise failure
+                    cell.samples = {"peak_bytes": read_json(found)}
     return Record(
         "memory", command_line(), settings.backbone, asdict(settings), {"rollout": [settings.seed]}, cells=cells
     )
@@ -49,21 +61,19 @@ def arm_names(window: int) -> list[str]:
     return [arm.name for arm in arms_for(sigmas, window) if arm.name not in LEFT_OUT]
 
 
-def measure(number: int, settings: GroupBench, name: str, folder: str) -> None:
-    """Measure one arm in this process, and write what was found to ``folder/peaks.json``."""
+def measure(number: int, settings: GroupBench, names: Sequence[str], folder: str) -> None:
+    """Measure some arms in this process, and write what was found to ``folder/NAME.json``."""
     group = load_group(settings)
-    [arm] = [a for a in arms_for(group.trajectory.sigmas, settings.window, settings.seed) if a.name == name]
+    arms = {arm.name: arm for arm in arms_for(group.trajectory.sigmas, settings.window, settings.seed)}
     device = group.trajectory.latents.device
-
-    def run() -> None:
-        run_arm(arm, group)
-
-    run()  # gradients are allocated, and libraries set up
-    peaks = [_peak_of(run, device) for _ in range(REPEATS[device.type])]
-    (Path(folder) / "peaks.json").write_text(json.dumps(peaks))
+    for name in names:
+        run = partial(run_arm, arms[name], group)
+        run()  # gradients are allocated, and libraries set up
+        peaks = [_peak_of(run, device) for _ in range(REPEATS[device.type])]
+        write_json(Path(folder) / f"{name}.json", peaks)
 
 
-def _peak_of(run: Callable[[], None], device: torch.device) -> int:
+def _peak_of(run: Callable[[], object], device: torch.device) -> int:
     """Most bytes that were alive at once during a run, beyond those alive before it."""
     gc.collect()
     if device.type != "cuda":

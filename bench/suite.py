@@ -121,8 +121,8 @@ PRESETS: dict[str, Callable[[], list[Planned]]] = {
         Planned("collectives", CollectiveBench(window=2)),
     ],
     "digits": lambda: [
-        *(c for c in _cells("digits-flux", 16, (5,), 4) if c.kind == "group" or not c.settings.checkpointing),
-        _update("digits-flux", 4, 4, 2),
+        *(c for c in _cells("digits-flux", 16, (5,), 5) if c.kind == "group" or not c.settings.checkpointing),
+        _update("digits-flux", 4, 4, 3),
         _counts("digits-flux", 5, rounds=1)[1],
     ],
     "laptop": lambda: [

@@ -40,8 +40,8 @@ def test_closed_form_one_after_the_other_needs_no_more_than_exact(peaks: dict[st
 
 def test_the_prototype_holds_what_exact_holds(peaks: dict[str, float], tmp_path: Path) -> None:
     """Which is why it is left out."""
-    measure(0, SETTINGS, "prototype", str(tmp_path))
-    found = json.loads((tmp_path / "peaks.json").read_text())
+    measure(0, SETTINGS, ["prototype"], str(tmp_path))
+    found = json.loads((tmp_path / "prototype.json").read_text())
     assert len(found) == REPEATS["cpu"]
     assert 0.9 * peaks["exact"] < median(found) < 1.1 * peaks["exact"]
 
@@ -66,6 +66,17 @@ def test_an_arm_that_fails_is_recorded(tmp_path: Path, capsys: pytest.CaptureFix
     record = run_memory_bench(GroupBench(backbone="tests.bench.wide:broken"), ["exact"])
     assert record.cell("exact").status == "failed"
     assert "no room for this model" in (record.cell("exact").reason or "")
+
+
+def test_arms_before_the_one_that_ends_the_process_are_kept() -> None:
+    record = run_memory_bench(SETTINGS, ["exact", "no-such-arm", "paper-joint"])
+    assert [cell.status for cell in record.cells] == ["ok", "failed", "failed"]
+    assert "no-such-arm" in (record.cells[1].reason or "")
+
+
+def test_an_arm_does_not_see_those_before_it(peaks: dict[str, float]) -> None:
+    alone = run_memory_bench(SETTINGS, ["closed-form-sequential"])
+    assert alone.cells[0].samples["peak_bytes"] == [peaks["closed-form-sequential"]]
 
 
 def test_an_arm_that_hangs_is_recorded() -> None:

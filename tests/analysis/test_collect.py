@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from analysis import collect, spaces
+from analysis import spaces
 from analysis.collect import SpaceName, collect_table, plan_gradients, reachable_pairs
 from analysis.similarity import similarity, similarity_from_products
 from analysis.spaces import gram_matrix

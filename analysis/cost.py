@@ -81,11 +81,17 @@ def sentences(record: Record, table: pd.DataFrame, paper: pd.DataFrame) -> list[
     settings, machine = record.settings["update"], record.settings["machine"]
     for ranks, part in table.groupby("ranks", sort=False):
         row = part[part["scheme"] == "paper"].iloc[0]
-        best = part.loc[part["step_s"].idxmin()]
+        causal = part["scheme"].str.startswith("causal-")
+        best = part.loc[part[~causal]["step_s"].idxmin()]
         said.append(
             f"{ranks} devices: the paper's scheme is {row['backward_speed_up']:.2f}x in backward passes, "
             f"{row['update_speed_up']:.2f}x in the update, {row['step_speed_up']:.2f}x in the whole step; "
-            f"'{best['label']}' is {best['update_speed_up']:.2f}x and {best['step_speed_up']:.2f}x."
+            f"'{best['label']}' is {best['update_speed_up']:.2f}x and {best['step_speed_up']:.2f}x"
+            + "".join(
+                f"; '{plan['label']}' is {plan['update_speed_up']:.2f}x and {plan['step_speed_up']:.2f}x"
+                for _, plan in part[causal].iterrows()
+            )
+            + "."
         )
     for _, row in paper.iterrows():
         gap = row["predicted"] - row["published"]

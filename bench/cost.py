@@ -63,6 +63,7 @@ class Scheme:
         rest: what it runs for so many steps that are not approximated.
         routed: whether ``jagg_frac`` says which groups it approximates; else all of them.
         scatters_once: gradients are scattered once per update, and kept unsharded until then.
+        passes: of the whole update, for a plan that knows no groups; ``group`` then runs so many.
     """
 
     label: str
@@ -70,6 +71,7 @@ class Scheme:
     rest: Callable[[int], Tally] = one_by_one
     routed: bool = False
     scatters_once: bool = False
+    passes: int | None = None
 
 
 SCHEMES: dict[str, Scheme] = {
@@ -82,7 +84,17 @@ SCHEMES: dict[str, Scheme] = {
     "closed-batched": Scheme("JAGG, closed-form s, both ends in one pass", lambda w: in_one_pass(2), routed=True),
     "endpoint-only": Scheme("endpoint-only", lambda w: one_by_one(2), routed=True),
 }
-"""By name, in the order of the tables."""
+"""By name, in the order of the tables; those of an `Update` are in `schemes`."""
+
+
+def schemes(update: Update) -> dict[str, Scheme]:
+    """`SCHEMES`, and plans of so many passes that know no groups: causal ones, or random steps, in closed form."""
+    found = dict(SCHEMES)
+    ways = (("sequential", one_by_one, "one after the other"), ("batched", in_one_pass, "in one pass"))
+    for passes in update.passes:
+        for name, run, how in ways if passes <= update.trained else ():
+            found[f"causal-{passes}-{name}"] = Scheme(f"causal, {passes} passes, {how}", run, passes=passes)
+    return found
 
 
 @dataclass(frozen=True)
@@ -125,7 +137,9 @@ class Machine:
 
 @dataclass(frozen=True)
 class Update:
-    """What is trained: T of ``steps`` sampling steps (all but the last), in groups of W.
+    """What is trained: T of ``steps`` sampling steps (all but the last), in groups of W, or by plans of so many passes.
+
+    Numbers of passes above T are left out of the predictions.
 
     Raises:
         ValueError: a setting out of range.
@@ -134,11 +148,14 @@ class Update:
     steps: int = 21
     window: int = 4
     jagg_frac: float = 0.6
+    passes: tuple[int, ...] = (8, 5)
 
     def __post_init__(self) -> None:
         require_at_least(self, steps=2, window=1)
         groups_of(self.trained, self.window)
         routed_groups(1, self.jagg_frac)
+        if min(self.passes, default=1) < 1:
+            raise ValueError(f"passes must be at least 1, found {list(self.passes)}")
 
     @property
     def trained(self) -> int:
@@ -147,6 +164,8 @@ class Update:
 
     def tally(self, scheme: Scheme) -> Tally:
         """What a scheme runs in an update: approximated groups, then all other steps, left-over ones included."""
+        if scheme.passes is not None:
+            return scheme.group(scheme.passes)
         groups = groups_of(self.trained, self.window)
         count = routed_groups(len(groups), self.jagg_frac) if scheme.routed else len(groups)
         total = scheme.group(self.window).times(count)
@@ -157,12 +176,19 @@ class Update:
             total += scheme.rest(left)
         return Tally(total.forwards, total.backwards, total.gathers, 1) if scheme.scatters_once else total
 
+    def group(self, scheme: Scheme) -> Tally:
+        """What a scheme runs for W steps: for a plan without groups, their share of the update."""
+        if scheme.passes is not None:
+            return self.tally(scheme).times(self.window / self.trained)
+        return scheme.group(self.window)
+
 
 @dataclass(frozen=True)
 class Prediction:
     """Seconds on ``ranks`` devices."""
 
     scheme: str
+    label: str
     ranks: int
     group: float
     update: float
@@ -198,11 +224,11 @@ def predict(work: PassWork, update: Update, machine: Machine, ranks: Sequence[in
         rollout = seconds(Tally(update.steps, 0, update.steps, 0), work, machine, count)
         exact = seconds(update.tally(SCHEMES["exact"]), work, machine, count)
         other = machine.other * (rollout + exact)
-        for name, scheme in SCHEMES.items():
+        for name, scheme in schemes(update).items():
             tally = update.tally(scheme)
             spent = seconds(tally, work, machine, count)
-            group = seconds(scheme.group(update.window), work, machine, count)
-            found.append(Prediction(name, count, group, spent, rollout + spent + other, tally))
+            group = seconds(update.group(scheme), work, machine, count)
+            found.append(Prediction(name, scheme.label, count, group, spent, rollout + spent + other, tally))
     return found
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from bench.cost import SCHEMES, Machine, Update, as_values, check_ranks, predict
+from bench.cost import Machine, Update, as_values, check_ranks, predict
 from bench.fit import fit
 from bench.work import count_work
 from jagg_core.backbones import read_options
@@ -48,7 +48,7 @@ def run_cost_study(settings: CostStudy) -> Record:
     record = Record("cost", command_line(), settings.backbone, asdict(settings), seeds={})
     record.cells.append(Cell("work", values=asdict(work)))
     for made in predict(work, settings.update, settings.machine, settings.ranks):
-        told = {"scheme": made.scheme, "label": SCHEMES[made.scheme].label, "ranks": made.ranks}
+        told = {"scheme": made.scheme, "label": made.label, "ranks": made.ranks}
         record.cells.append(Cell(f"{made.scheme}/ranks={made.ranks}", settings=told, values=as_values(made)))
     for number, found in enumerate(fitted):
         record.cells.append(Cell(f"measured-{number}", values=found))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+import shlex
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -11,10 +12,15 @@ from typing import Any
 
 import pytest
 
+import analysis.__main__
+import bench.__main__
+import jagg_core.__main__
+import jagg_core.grpo.command
+
 ROOT = Path(__file__).parents[1]
 CONTRIBUTING = ROOT / "CONTRIBUTING.md"
 METHOD = ROOT / "docs" / "method.md"
-DOCUMENTS = [*sorted((ROOT / "docs").rglob("*.md")), CONTRIBUTING, ROOT / "CHANGELOG.md"]
+DOCUMENTS = [*sorted((ROOT / "docs").rglob("*.md")), CONTRIBUTING, ROOT / "CHANGELOG.md", ROOT / "README.md"]
 
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```", re.DOTALL | re.MULTILINE)
 TEST = re.compile(r"\b((?:tests|bench)/[\w/]+\.py)::(\w+(?:::\w+)*)")
@@ -76,6 +82,23 @@ def sections(text: str) -> dict[str, str]:
     return dict(zip(parts[1::2], parts[2::2], strict=True))
 
 
+def commands(text: str) -> list[list[str]]:
+    """Module and arguments of every ``python -m`` line of the shell blocks for packages of this project."""
+    lines = "\n".join(code for language, code in FENCE.findall(text) if language == "sh").replace("\\\n", " ")
+    found = [shlex.split(line, comments=True) for line in lines.splitlines()]
+    modules = [words[words.index("-m") + 1 :] for words in found if "-m" in words]
+    return [words for words in modules if words[0] in ("jagg_core", "analysis", "bench")]
+
+
+def parse(module: str, arguments: list[str]) -> None:
+    """As the command line does, without running it; exits for a flag or a value that it does not know."""
+    if (module, arguments[0]) == ("jagg_core", "train"):
+        jagg_core.grpo.command.parser({}).parse_args([a for a in arguments[1:] if a != "run.yaml" and a != "--config"])
+    else:
+        parsers = {"jagg_core": jagg_core.__main__, "analysis": analysis.__main__, "bench": bench.__main__}
+        parsers[module].parser().parse_args(arguments)
+
+
 def python_blocks(text: str) -> list[str]:
     """Code of every fenced block that says it is Python."""
     return [code for language, code in FENCE.findall(text) if language == "python"]
@@ -100,6 +123,26 @@ def test_every_link_leads_somewhere(document: Path) -> None:
 def test_python_compiles(document: Path) -> None:
     for code in python_blocks(document.read_text(encoding="utf-8")):
         compile(code, document.name, "exec")
+
+
+@each_document
+def test_every_command_is_understood(document: Path) -> None:
+    for module, *arguments in commands(document.read_text(encoding="utf-8")):
+        parse(module, arguments)
+
+
+def test_commands_are_found() -> None:
+    code = "make test\npython -m bench run --preset digits  # 4 minutes\ntorchrun -m jagg_core train \\\n --out x\n"
+    text = f"Text\n```sh\n{code}```\n"
+    assert commands(text) == [["bench", "run", "--preset", "digits"], ["jagg_core", "train", "--out", "x"]]
+    assert len(commands((ROOT / "README.md").read_text(encoding="utf-8"))) >= 6
+
+
+@pytest.mark.parametrize("command", ["bench run --preset digit", "analysis curves --arm exact x --outt y"])
+def test_a_wrong_command_is_noticed(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    module, *arguments = command.split()
+    with pytest.raises(SystemExit):
+        parse(module, arguments)
 
 
 def test_every_section_of_the_method_names_a_test() -> None:

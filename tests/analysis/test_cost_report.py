@@ -74,7 +74,7 @@ def test_the_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     main(["report", str(tmp_path)])
     assert (tmp_path / "figures" / "cost.png").stat().st_size > 10_000
     table = pd.read_csv(tmp_path / "tables" / "costs.csv")
-    assert len(table) == 2 * 8
+    assert len(table) == 2 * (8 + 4)
     page = (tmp_path / "report.html").read_text()
     assert "11.90 billion" in page and "400.0 TFLOP/s" in page and "Against measured groups" in page
     assert "training step, DanceGRPO: 18.2% less time published" in capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""Your own backbone as ``module:function``: the README's example loads, and what cannot work is refused early."""
+"""Your own backbone as ``module:function``: the documents' example loads, and what cannot work is refused early."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from jagg_core.__main__ import main
 from jagg_core.backbones import check_backbone_name, load_backbone
 from jagg_core.backbones.check import CHECKS, check_backbone
 
-README = (Path(__file__).parents[2] / "README.md").read_text()
-[TEMPLATE] = [code for code in re.findall(r"```python\n(.*?)```", README, re.DOTALL) if "load = " in code]
+PAGE = (Path(__file__).parents[2] / "docs" / "backbones.md").read_text()
+[TEMPLATE] = [code for code in re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL) if "load = " in code]
 
 BROKEN = """
 class WithoutDecode(Backbone):
@@ -52,7 +52,7 @@ def raises(device, dtype):
 
 @pytest.fixture(autouse=True)
 def my_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """``my_module``, the README's example, and more around it, in a folder that can be imported from."""
+    """``my_module``, the documents' example, and more around it, in a folder that can be imported from."""
     (tmp_path / "my_module.py").write_text(TEMPLATE)
     (tmp_path / "my_broken.py").write_text("from my_module import *\n" + BROKEN)
     (tmp_path / "my_unfinished.py").write_text("import a_module_that_is_not_there\n")

@@ -18,6 +18,7 @@ from bench.cost import (
     one_by_one,
     predict,
     reduction,
+    schemes,
     seconds,
 )
 from bench.fit import fit
@@ -49,6 +50,22 @@ def test_without_checkpointing_a_backward_is_two_forwards() -> None:
 def test_samples_and_rate_scale_time() -> None:
     assert seconds(one_by_one(1), WORK, replace(ALONE, samples=6), 1) == pytest.approx(24)
     assert seconds(one_by_one(1), WORK, replace(ALONE, tflops=2.0), 1) == pytest.approx(2)
+
+
+def test_a_plan_without_groups_costs_its_passes() -> None:
+    update = Update(steps=21, window=4, passes=(8,))
+    found = schemes(update)
+    assert update.tally(found["causal-8-sequential"]) == Tally(8, 8, 16, 8)
+    assert update.tally(found["causal-8-batched"]) == Tally(8, 8, 2, 1)
+    assert update.group(found["causal-8-sequential"]).forwards == pytest.approx(8 * 4 / 20)
+    times = {p.scheme: p.step for p in predict(WORK, update, ALONE, [1])}
+    assert times["causal-8-sequential"] == pytest.approx(21 + 8 * 4)
+
+
+def test_no_plan_has_more_passes_than_steps() -> None:
+    assert list(schemes(Update(steps=6, passes=(8, 5)))) == [*SCHEMES, "causal-5-sequential", "causal-5-batched"]
+    with pytest.raises(ValueError, match=r"passes must be at least 1, found \[8, 0\]"):
+        Update(passes=(8, 0))
 
 
 def test_left_over_steps_are_exact() -> None:
@@ -167,7 +184,7 @@ def test_the_command(tmp_path: Path, counted: list[object], capsys: pytest.Captu
     assert (record.kind, record.backbone) == ("cost", "qwen-image")
     assert record.cell("work").values["forward"] == 1e12
     assert record.cell("exact/ranks=1").values["update_s"] == pytest.approx(80)
-    assert len(record.cells) == 1 + 2 * len(SCHEMES) + 1
+    assert len(record.cells) == 1 + 2 * len(schemes(Update())) + 1
     fitted = record.cell("measured-0").values
     assert (fitted["forward_s"], fitted["backward_s"]) == (1.0, 2.0)
     assert fitted["arms"]["paper-joint"] == {"predicted_s": 9.0, "measured_s": 10.0, "error": pytest.approx(-0.1)}

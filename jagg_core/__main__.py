@@ -32,11 +32,14 @@ SAMPLE_EXAMPLE = (
 )
 CHECK_EXAMPLE = "example: python -m jagg_core backbones check my_module:load --device cuda --dtype bfloat16"
 TRAIN_EXAMPLE = "example: python -m jagg_core backbones train digits-flux --seed 0"
+REWARD_EXAMPLE = "example: python -m jagg_core rewards train digits --seed 0"
 
 
 def parser() -> argparse.ArgumentParser:
     """The command line."""
-    top = argparse.ArgumentParser(prog="python -m jagg_core", description="Backbones, samples and rewards.")
+    top = argparse.ArgumentParser(
+        prog="python -m jagg_core", description="Training, backbones, samples and rewards.", epilog=SAMPLE_EXAMPLE
+    )
     commands = top.add_subparsers(dest="command", required=True)
     commands.add_parser("train", help="train by GRPO with any plan; see train --help", add_help=False)
     backbones = commands.add_parser(
@@ -45,23 +48,27 @@ def parser() -> argparse.ArgumentParser:
     actions = backbones.add_subparsers(dest="action")
     check = actions.add_parser("check", help="check that a backbone keeps its contract", epilog=CHECK_EXAMPLE)
     check.add_argument("name", help="a registered backbone, or your own as module:function")
-    check.add_argument("--device", default="cpu")
-    check.add_argument("--dtype", choices=DTYPES, default="float32")
-    _add_options(check)
+    _add_loading(check)
     train = actions.add_parser("train", help="rebuild the weights of a shipped backbone", epilog=TRAIN_EXAMPLE)
     train.add_argument("name", choices=sorted(TRAINED))
     train.add_argument("--steps", type=int, help="training steps, default those of the shipped weights")
-    train.add_argument("--seed", type=int, default=0)
+    train.add_argument("--seed", type=int, default=0, help="default 0")
     train.add_argument("--out", type=Path, help="weights file, default the package's own")
-    rewards = commands.add_parser("rewards", help="list rewards, or retrain a shipped classifier")
+    rewards = commands.add_parser(
+        "rewards", help="list rewards, or retrain a shipped classifier", epilog=REWARD_EXAMPLE
+    )
     reward_actions = rewards.add_subparsers(dest="action")
-    classifier = reward_actions.add_parser("train", help="rebuild the weights of a shipped classifier")
+    classifier = reward_actions.add_parser(
+        "train", help="rebuild the weights of a shipped classifier", epilog=REWARD_EXAMPLE
+    )
     classifier.add_argument("name", choices=("digits", "photos"))
     classifier.add_argument("--steps", type=int, help="training steps, default those of the shipped weights")
-    classifier.add_argument("--seed", type=int, default=0)
+    classifier.add_argument("--seed", type=int, default=0, help="default 0")
     classifier.add_argument("--out", type=Path, help="weights file, default the package's own")
     sample = commands.add_parser("sample", help="write a contact sheet, a row per prompt", epilog=SAMPLE_EXAMPLE)
-    sample.add_argument("--backbone", default="photos-flux")
+    sample.add_argument(
+        "--backbone", default="photos-flux", help="registered, or your own as module:function; default photos-flux"
+    )
     sample.add_argument("--prompts", nargs="+", help="default: all")
     sample.add_argument("--count", type=int, default=8, help="samples per prompt, default 8")
     sample.add_argument("--steps", type=int, default=21, help="sampling steps, default 21")
@@ -69,15 +76,15 @@ def parser() -> argparse.ArgumentParser:
     sample.add_argument("--eta", type=float, default=0.0, help="noise of Dance-SDE; 0 (default) is the ODE")
     sample.add_argument("--schedule", choices=get_args(ScheduleName), default="dance", help="default dance")
     sample.add_argument("--guidance", type=float, help="default: the backbone's usual one")
-    sample.add_argument("--device", default="cpu")
-    sample.add_argument("--dtype", choices=DTYPES, default="float32")
-    _add_options(sample)
-    sample.add_argument("--seed", type=int, default=0)
-    sample.add_argument("--out", type=Path, default=Path("samples.png"))
+    _add_loading(sample)
+    sample.add_argument("--seed", type=int, default=0, help="of latents and noise, default 0")
+    sample.add_argument("--out", type=Path, default=Path("samples.png"), help="PNG file, default samples.png")
     return top
 
 
-def _add_options(command: argparse.ArgumentParser) -> None:
+def _add_loading(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--device", default="cpu", help="default cpu")
+    command.add_argument("--dtype", choices=DTYPES, default="float32", help="of the weights, default float32")
     text = "option=value of the backbone's loader, such as path=FOLDER height=512 prompts=FILE"
     command.add_argument(
         "--backbone-options", nargs="*", action="extend", default=[], metavar="OPTION=VALUE", help=text

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from contextvars import ContextVar
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -19,13 +21,17 @@ from torch import Tensor, nn
 
 from jagg_core.policy import VelocityPolicy
 
+AROUND: ContextVar[Callable[[], AbstractContextManager[None]]] = ContextVar("around collectives", default=nullcontext)
+"""Makes what `on_any_rank` and `gathered` enter while their collective runs, such as a stopwatch."""
+
 
 def on_any_rank(here: bool, device: torch.device) -> bool:
     """Whether something is true on this or any other rank of the default process group."""
     if ranks() == 1:
         return here
     flag = torch.tensor(int(here), device=device)
-    dist.all_reduce(flag, op=dist.ReduceOp.MAX)
+    with AROUND.get()():
+        dist.all_reduce(flag, op=dist.ReduceOp.MAX)
     return bool(flag.item())
 
 
@@ -50,7 +56,8 @@ def gathered(values: Tensor) -> Tensor:
     if ranks() == 1:
         return values
     parts = [torch.empty_like(values) for _ in range(ranks())]
-    dist.all_gather(parts, values.contiguous())
+    with AROUND.get()():
+        dist.all_gather(parts, values.contiguous())
     return torch.cat(parts)
 
 
@@ -87,9 +94,10 @@ def join_as(
 def shard(blocks: Sequence[nn.Module], transformer: nn.Module, dtype: torch.dtype, shards: int = 0) -> None:
     """Shard every block, and what is left of the transformer, over the default process group by FSDP2.
 
-    The weights stay in their dtype; they are gathered in ``dtype``, and gradients are reduced in fp32 at least. No
-    weights stay gathered after a forward. ``shards``: ranks that share a copy of the weights; fewer than all make
-    copies (HSDP), 0 is all.
+    The weights stay in their dtype; they are gathered in ``dtype``, and gradients are reduced in fp32 at least. The
+    trained weights of a block must share a dtype, the frozen ones may have others (torch 2.8 and newer). No weights
+    stay gathered after a forward. ``shards``: ranks that share a copy of the weights; fewer than all make copies
+    (HSDP), 0 is all.
     """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -107,14 +115,20 @@ def shard(blocks: Sequence[nn.Module], transformer: nn.Module, dtype: torch.dtyp
 
 
 class FixedParameters:
-    """A policy that always shows the same parameters: a sharded module shows gathered ones during a forward."""
+    """A policy that always shows the same parameters: a sharded module shows gathered ones during a forward.
+
+    Attributes:
+        calls: of `velocity` so far.
+    """
 
     def __init__(self, policy: VelocityPolicy, parameters: Sequence[Tensor]) -> None:
         self._policy = policy
         self._parameters = list(parameters)
+        self.calls = 0
 
     def velocity(self, latents: Tensor, sigma: Tensor, rows: Tensor) -> Tensor:
         """See `jagg_core.policy.VelocityPolicy`."""
+        self.calls += 1
         return self._policy.velocity(latents, sigma, rows)
 
     def parameters(self) -> list[Tensor]:

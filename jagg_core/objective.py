@@ -14,6 +14,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from jagg_core.checks import require_one_of
 from jagg_core.trajectory import Trajectory
 from jagg_core.transitions import expand, per_sample_mean
 
@@ -24,16 +25,20 @@ ROUNDING = 1e-12
 """A reward is its group's mean if it differs by less than this share of the group's largest: fp64 sums round."""
 
 
+Over = Literal["prompt", "batch", "none"]
+"""What a statistic of rewards is taken over."""
+
+
 class NoGroupSignal(UserWarning):
-    """A prompt has too few samples for statistics of its own."""
+    """A prompt, or the batch, has too few samples for statistics of its own."""
 
 
 def group_advantages(
     rewards: Tensor,
     prompt_ids: Tensor,
     *,
-    centre: Literal["prompt", "batch", "none"] = "prompt",
-    scale: Literal["prompt", "batch", "none"] = "prompt",
+    centre: Over = "prompt",
+    scale: Over = "prompt",
     std: Literal["sample", "population"] = "sample",
     eps: float = 1e-8,
     nan: Literal["raise", "exclude"] = "raise",
@@ -48,14 +53,10 @@ def group_advantages(
     Raises:
         ValueError: shapes that do not match, a reward that is not finite (under ``nan="raise"``), unknown options.
     """
-    for name, value, allowed in (
-        ("centre", centre, ("prompt", "batch", "none")),
-        ("scale", scale, ("prompt", "batch", "none")),
-        ("std", std, ("sample", "population")),
-        ("nan", nan, ("raise", "exclude")),
-    ):
-        if value not in allowed:
-            raise ValueError(f"{name} must be one of {list(allowed)}, found {value!r}")
+    for name, value in (("centre", centre), ("scale", scale)):
+        require_one_of(name, value, Over)
+    require_one_of("std", std, ("sample", "population"))
+    require_one_of("nan", nan, ("raise", "exclude"))
     if not (eps >= 0 and math.isfinite(eps)):
         raise ValueError(f"eps must be at least 0, found {eps}")
     if rewards.ndim != 1 or rewards.shape != prompt_ids.shape or len(rewards) == 0:
@@ -75,6 +76,12 @@ def group_advantages(
     if "prompt" in (centre, scale) and alone.any():
         warnings.warn(
             "no group signal: a prompt has a single sample, so its advantage is 0; draw several samples per prompt",
+            NoGroupSignal,
+            stacklevel=2,
+        )
+    elif "batch" in (centre, scale) and int(valid.sum()) == 1:
+        warnings.warn(
+            "no group signal: the batch has a single sample, so its advantage is 0; draw several samples",
             NoGroupSignal,
             stacklevel=2,
         )
@@ -108,7 +115,7 @@ def _group_max(magnitudes: Tensor, members: Tensor) -> Tensor:
 
 
 def groups_without_signal(advantages: Tensor, prompt_ids: Tensor) -> int:
-    """How many prompts have only zero advantages."""
+    """How many prompts have only zero advantages; both arguments are ``[B]``."""
     groups = prompt_ids.unique(return_inverse=True)[1].to(advantages.device)
     largest = torch.zeros(int(groups.max()) + 1, dtype=advantages.dtype, device=advantages.device)
     return int((largest.scatter_reduce_(0, groups, advantages.abs(), "amax") == 0).sum())
@@ -193,6 +200,9 @@ def upstream_autograd(
     """The upstream gradient by autograd from a detached copy of ``velocity`` [B, *D] through transition and loss.
 
     ``advantages`` [B] are clipped here. ``reference_velocity`` is needed when ``kl_beta`` is positive.
+
+    Raises:
+        ValueError: it is needed and missing.
     """
     advantages = objective.clip_advantages(advantages)
     with torch.enable_grad():
@@ -223,6 +233,9 @@ def upstream_closed_form(
 
     Without ``velocity`` the policy is taken to be the rollout's own: the ratio r is 1, the residual is the stored
     noise, and no forward is needed. Whoever calls it so must know that it is.
+
+    Raises:
+        ValueError: ``kl_beta`` is positive and ``reference_velocity`` missing.
     """
     advantages = objective.clip_advantages(advantages)
     transition, sigma, next_sigma = trajectory.transition, trajectory.sigma(step), trajectory.next_sigma(step)

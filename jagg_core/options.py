@@ -52,7 +52,8 @@ def _converted(option: str, text: str, wanted: object) -> object:
         try:
             return _READERS[kind](text)
         except (KeyError, ValueError):
-            raise ValueError(f"{option} must be of type {kind.__name__}, found {text!r}") from None
+            allowed = "true or false" if kind is bool else f"of type {kind.__name__}"
+            raise ValueError(f"{option} must be {allowed}, found {text!r}") from None
     return text
 
 

@@ -11,16 +11,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Literal
 
 import torch
 from torch import Tensor
 
+from jagg_core.checks import require_one_of
 from jagg_core.records import RecordError, read_json
 from jagg_core.schedule import check_sigmas
 from jagg_core.trajectory import ReplayMismatch, Trajectory
 
 Weighting = Literal["sigma", "index"]
+Outside = Literal["constant", "linear"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,7 +59,8 @@ class Plan:
             )
         check_knots(knots, self.steps)
         if not torch.isfinite(weights).all():
-            raise ValueError("weights must be finite")
+            where = (~torch.isfinite(weights)).nonzero()[0].tolist()
+            raise ValueError(f"weights must be finite, found {weights[tuple(where)].item()} at {where}")
         if self.knot_sigmas is not None:
             sites = self.knot_sigmas.detach().to(device="cpu", dtype=torch.float64)
             if sites.ndim not in (1, 2) or sites.shape[-1] != len(knots) or not ((sites >= 0) & (sites <= 1)).all():
@@ -124,23 +127,26 @@ class Plan:
     ) -> Plan:
         """The calibrated plan with this many passes, from a ``calibration-*.json`` of ``analysis``.
 
-        ``family``: ``"causal"`` or ``"spline"``. ``predict``: of a causal plan, see `causal_plan`.
+        ``family``: ``"causal"`` or ``"spline"``. ``predict``: for causal plans alone, see `causal_plan`.
         ``trajectory``: a rollout that the plan will be used on. With it, a calibration of another schedule, kernel,
         timestep mode, guidance or backbone is refused here; without it, another schedule is refused by the engine.
 
         Raises:
             RecordError: not a calibration file, or a damaged one.
-            ValueError: a family or number of passes that was not calibrated.
+            ValueError: a family or number of passes that was not calibrated, or ``predict`` with another family.
             ReplayMismatch: the trajectory was made under other settings; names the first that differs.
         """
         data = read_json(Path(path))
         if not isinstance(data, dict) or data.get("kind") != "calibration":
             raise RecordError(f"{path}: not a calibration file")
         try:
-            plans, sigmas = data["plans"], torch.tensor(data["schedule"], dtype=torch.float64)
+            sigmas = torch.tensor(data["schedule"], dtype=torch.float64)
+            plans = {name: {n: plan["knots"] for n, plan in found.items()} for name, found in data["plans"].items()}
             made_with = {key: data[key] for key in ("transition", "timestep_mode", "signature")}
-        except (KeyError, TypeError) as error:
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise RecordError(f"{path}: damaged calibration file: {error}") from error
+        if predict and family != "causal":
+            raise ValueError(f"predict is for the family causal, found {family!r}")
         if family not in plans:
             raise ValueError(f"family must be one of {sorted(plans)}, found {family!r}")
         if str(passes) not in plans[family]:
@@ -151,7 +157,7 @@ class Plan:
             for key, found in ours.items():
                 if found != made_with[key]:
                     raise ReplayMismatch(f"{key}: calibrated with {made_with[key]}, the rollout used {found}")
-        knots = plans[family][str(passes)]["knots"]
+        knots = plans[family][str(passes)]
         return causal_plan(sigmas, knots, predict) if family == "causal" else spline_plan(sigmas, knots)
 
     def window(self, start: int, stop: int) -> Plan:
@@ -226,7 +232,11 @@ def _from_matrix(matrix: Tensor, knots: Sequence[int], sigmas: Tensor, name: str
 
 
 def exact_plan(sigmas: Tensor) -> Plan:
-    """One pass per step: the reference. ``sigmas`` ``[T]`` or ``[B, T]``, decreasing."""
+    """One pass per step: the reference. ``sigmas`` ``[T]`` or ``[B, T]``, decreasing.
+
+    Raises:
+        ValueError: sigmas that are no schedule, as from every constructor here.
+    """
     sigmas = check_sigmas(sigmas)
     steps = sigmas.shape[-1]
     return Plan(tuple(range(steps)), torch.eye(steps, dtype=torch.float64), sigmas, "exact")
@@ -254,8 +264,10 @@ def _grouped_plan(sigmas: Tensor, window: int, jagg_frac: float, name: str, posi
 def jagg_plan(sigmas: Tensor, window: int = 5, jagg_frac: float = 0.6, weighting: Weighting = "sigma") -> Plan:
     """The paper's rule: both ends of each routed group of ``window`` steps, every step of the others.
 
-    The first ``jagg_frac`` of the groups (high noise first, rounded to whole groups) are routed; steps left over by the
-    last whole group are exact. ``weighting="index"`` interpolates by step number, as the authors' prototype did.
+    Step j of a routed group counts ``1 - alpha_j`` at its first step and ``alpha_j`` at its last, with
+    ``alpha_j = (sigma_0 - sigma_j) / (sigma_0 - sigma_{W-1})``; ``weighting="index"`` takes ``j / (W - 1)``, as the
+    authors' prototype did. The first ``jagg_frac`` of the groups (high noise first, rounded to whole groups) are
+    routed; steps left over by the last whole group are exact.
 
     Args:
         sigmas: of the trained steps, ``[T]`` or ``[B, T]``, decreasing.
@@ -266,8 +278,7 @@ def jagg_plan(sigmas: Tensor, window: int = 5, jagg_frac: float = 0.6, weighting
     Raises:
         ValueError: a setting out of range.
     """
-    if weighting not in get_args(Weighting):
-        raise ValueError(f"weighting must be one of {list(get_args(Weighting))}, found {weighting!r}")
+    require_one_of("weighting", weighting, Weighting)
     sigmas = check_sigmas(sigmas)
     if weighting == "sigma":
         return _grouped_plan(sigmas, window, jagg_frac, "jagg", sigmas)
@@ -275,12 +286,20 @@ def jagg_plan(sigmas: Tensor, window: int = 5, jagg_frac: float = 0.6, weighting
 
 
 def endpoint_plan(sigmas: Tensor, window: int = 5, jagg_frac: float = 1.0) -> Plan:
-    """The paper's ablation: both ends of each routed group with their own upstream gradient; inner steps are lost."""
+    """The paper's ablation: both ends of each routed group with their own upstream gradient; inner steps are lost.
+
+    ``sigmas``, ``window`` and ``jagg_frac`` as in `jagg_plan`.
+
+    Raises:
+        ValueError: a setting out of range.
+    """
     return _grouped_plan(check_sigmas(sigmas), window, jagg_frac, "endpoint", None)
 
 
 def subsample_plan(sigmas: Tensor, count: int, generator: torch.Generator) -> Plan:
     """``count`` random steps, weighted ``T / count``: unbiased, and what trainers do today (``timestep_fraction``).
+
+    ``sigmas`` ``[T]`` or ``[B, T]``, decreasing; all samples keep the same steps. ``generator``: on the CPU.
 
     Raises:
         ValueError: ``count`` outside 1..T.
@@ -294,11 +313,12 @@ def subsample_plan(sigmas: Tensor, count: int, generator: torch.Generator) -> Pl
     return _from_matrix(matrix, kept, sigmas, "subsample")
 
 
-def spline_plan(sigmas: Tensor, knots: Sequence[int], outside: Literal["constant", "linear"] = "constant") -> Plan:
+def spline_plan(sigmas: Tensor, knots: Sequence[int], outside: Outside = "constant") -> Plan:
     """Piecewise-linear interpolation of the Jacobian in sigma between neighbouring knots, which share their passes.
 
-    Beyond the outer knots the nearest one is taken (``"constant"``), or the outer segment is prolonged (``"linear"``,
-    at least two knots).
+    ``sigmas`` ``[T]`` or ``[B, T]``, decreasing. Step j between knots a and b counts ``1 - alpha`` at a and ``alpha``
+    at b, with ``alpha = (sigma_a - sigma_j) / (sigma_a - sigma_b)``. Beyond the outer knots the nearest one is taken
+    (``"constant"``), or the outer segment is prolonged (``"linear"``, at least two knots).
 
     Raises:
         ValueError: bad knots; linear with a single knot.
@@ -307,8 +327,7 @@ def spline_plan(sigmas: Tensor, knots: Sequence[int], outside: Literal["constant
     steps = sigmas.shape[-1]
     knots = whole_knots(knots)
     check_knots(knots, steps)
-    if outside not in ("constant", "linear"):
-        raise ValueError(f"outside must be 'constant' or 'linear', found {outside!r}")
+    require_one_of("outside", outside, Outside)
     if outside == "linear" and len(knots) < 2:
         raise ValueError(f"outside='linear' needs at least two knots, found {knots}")
     matrix = _matrix(sigmas)
@@ -328,6 +347,8 @@ def spline_plan(sigmas: Tensor, knots: Sequence[int], outside: Literal["constant
 
 def causal_plan(sigmas: Tensor, knots: Sequence[int], predict: bool = False) -> Plan:
     """Every step takes the last knot at or before it; steps before the first knot take that one ("lead-in").
+
+    ``sigmas`` ``[T]`` or ``[B, T]``, decreasing; ``knots``: increasing steps within ``0 .. T - 1``.
 
     With ``predict`` each knot's Jacobian is taken at the mean sigma of the steps that it serves, at the state that the
     rollout's own velocity reaches from the knot: still causal, and no extra pass.

@@ -38,7 +38,7 @@ class ClassifierFreeGuidance:
     def __init__(self, conditional: VelocityPolicy, unconditional: VelocityPolicy, scale: float) -> None:
         self.conditional = conditional
         self.unconditional = unconditional
-        self.scale = scale
+        self.scale = float(scale)
 
     def velocity(self, latents: Tensor, sigma: Tensor, rows: Tensor) -> Tensor:
         """See `VelocityPolicy`."""

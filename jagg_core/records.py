@@ -111,7 +111,11 @@ class Record:
 
 
 def plain(value: Any) -> Any:
-    """JSON types for what benchmarks hold: tensors and numpy scalars to numbers, dtypes and paths to strings."""
+    """JSON types for what benchmarks hold: tensors and numpy scalars to numbers, dtypes and paths to strings.
+
+    Raises:
+        RecordError: a type that has none.
+    """
     if isinstance(value, dict):
         return {str(key): plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple, range)):

@@ -36,6 +36,9 @@ def dance_schedule(steps: int, shift: float = 3.0, precision: torch.dtype = torc
     """DanceGRPO and MixGRPO: an even grid from 1 to 0, shifted. ``[steps + 1]``, first entry 1, last 0.
 
     DanceGRPO computes the grid in fp32 (``precision``), which decides what a truncated timestep is: 874 or 875.
+
+    Raises:
+        ValueError: fewer than 1 step, or ``shift`` not positive.
     """
     _check_steps(steps)
     if precision == torch.float64:
@@ -47,6 +50,9 @@ def sd3_schedule(steps: int, shift: float = 3.0) -> Tensor:
     """Diffusers' flow matching with a static shift, as SD3.5 (3) and Wan 2.1 (3; 5 at 720p) use it. ``[steps + 1]``.
 
     The grid runs between the shifted ends of the 1000 training steps and is shifted once more, as diffusers does.
+
+    Raises:
+        ValueError: fewer than 1 step, or ``shift`` not positive.
     """
     _check_steps(steps)
     lowest = time_shift(torch.tensor(1 / 1000, dtype=torch.float64), shift)
@@ -57,7 +63,11 @@ def sd3_schedule(steps: int, shift: float = 3.0) -> Tensor:
 def dynamic_mu(
     image_tokens: int, base_tokens: int = 256, max_tokens: int = 4096, base_shift: float = 0.5, max_shift: float = 1.15
 ) -> float:
-    """Shift parameter mu, linear in the number of image tokens (Flux; Qwen-Image with its own ends)."""
+    """Shift parameter mu, linear in the number of image tokens (Flux; Qwen-Image with its own ends).
+
+    Raises:
+        ValueError: fewer than 1 image token.
+    """
     if image_tokens < 1:
         raise ValueError(f"image_tokens must be at least 1, found {image_tokens}")
     slope = (max_shift - base_shift) / (max_tokens - base_tokens)
@@ -71,13 +81,25 @@ def _dynamic_grid(steps: int, mu: float) -> Tensor:
 
 
 def flux_schedule(steps: int, image_tokens: int) -> Tensor:
-    """Flux: grid from 1 to 1/steps under the dynamic shift for ``image_tokens`` packed tokens. ``[steps + 1]``."""
+    """Flux: grid from 1 to 1/steps under the dynamic shift for ``image_tokens`` packed tokens. ``[steps + 1]``.
+
+    ``e^mu / (e^mu + 1 / sigma - 1)`` with the mu of `dynamic_mu`; last entry 0.
+
+    Raises:
+        ValueError: fewer than 1 step or image token.
+    """
     _check_steps(steps)
     return torch.cat([_dynamic_grid(steps, dynamic_mu(image_tokens)), torch.zeros(1, dtype=torch.float64)])
 
 
 def qwen_image_schedule(steps: int, image_tokens: int, terminal: float = 0.02) -> Tensor:
-    """Qwen-Image: Flux's rule up to 8192 tokens and shift 0.9, stretched to end at ``terminal``. ``[steps + 1]``."""
+    """Qwen-Image: Flux's rule up to 8192 tokens and shift 0.9, stretched to end at ``terminal``. ``[steps + 1]``.
+
+    ``terminal`` is the last sigma before the 0 at the end.
+
+    Raises:
+        ValueError: fewer than 2 steps or 1 image token, or ``terminal`` not between 0 and 1.
+    """
     _check_steps(steps, at_least=2)
     if not 0 < terminal < 1:
         raise ValueError(f"terminal must be between 0 and 1, found {terminal}")

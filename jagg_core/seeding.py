@@ -21,5 +21,11 @@ def generator_for(seed: int, *purpose: str | int) -> torch.Generator:
 
 
 def initial_latents(shape: Sequence[int], seed: int, sample_ids: Sequence[int]) -> Tensor:
-    """Pure noise ``[len(sample_ids), *shape]``, fp32, on the CPU; equal ids get equal noise (as DanceGRPO does)."""
+    """Pure noise ``[len(sample_ids), *shape]``, fp32, on the CPU; equal ids get equal noise (as DanceGRPO does).
+
+    Raises:
+        ValueError: no samples.
+    """
+    if len(sample_ids) == 0:
+        raise ValueError("sample_ids: at least one is needed, found none")
     return torch.stack([torch.randn(tuple(shape), generator=generator_for(seed, "latents", i)) for i in sample_ids])

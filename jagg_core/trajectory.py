@@ -269,6 +269,13 @@ def _checked_velocity(policy: VelocityPolicy, state: Tensor, told: Tensor, rows:
     return velocity
 
 
+def _require_noise(latents: Tensor) -> None:
+    if latents.ndim < 2 or len(latents) == 0 or not latents.is_floating_point():
+        raise ValueError(
+            f"latents must be floating point [B, ...], B >= 1, found {latents.dtype} {list(latents.shape)}"
+        )
+
+
 @torch.no_grad()
 def rollout(
     policy: VelocityPolicy,
@@ -294,20 +301,18 @@ def rollout(
         timestep_mode: what the network is told; see `network_sigma`.
         window: the only SDE steps, and the only ones kept, as Flow-GRPO-Fast and MixGRPO have it; the others are
             deterministic. A sample's noise at a step is the same with and without a window.
-        graph_at: kept steps whose forwards keep their graph, so that an update needs no forward for them.
+        graph_at: which of the kept steps (0 is the first of the window) keep the graph of their forward, so that an
+            update needs none for them.
 
     Raises:
-        ValueError: a schedule that is no schedule, fewer than 2 steps, no samples, ids that do not match, or a window
-            that is empty or reaches the last step.
+        ValueError: a schedule that is no schedule, fewer than 2 steps, no samples, ids that do not match, a window
+            that is empty or reaches the last step, or a graph of a step that is not kept.
         FloatingPointError: the velocity is not finite at some step.
     """
     sigmas = check_sigmas(sigmas)
     if sigmas.ndim != 1 or len(sigmas) < 3:
         raise ValueError(f"sigmas must have shape [N + 1] with N >= 2 steps, found {list(sigmas.shape)}")
-    if latents.ndim < 2 or len(latents) == 0 or not latents.is_floating_point():
-        raise ValueError(
-            f"latents must be floating point [B, ...], B >= 1, found {latents.dtype} {list(latents.shape)}"
-        )
+    _require_noise(latents)
     batch = len(latents)
     ids = list(range(batch)) if sample_ids is None else list(sample_ids)
     if len(ids) != batch:
@@ -316,6 +321,8 @@ def rollout(
     kept = range(last) if window is None else window
     if len(kept) == 0 or kept.step != 1 or kept[0] < 0 or kept[-1] >= last:
         raise ValueError(f"window must be a range of steps within 0..{last - 1}, found {kept}")
+    if not set(graph_at) <= set(range(len(kept))):
+        raise ValueError(f"graph_at must lie within the kept steps 0..{len(kept) - 1}, found {list(graph_at)}")
     state = at_least_fp32(latents.detach()).clone()
     rows = torch.arange(batch, device=state.device)
     streams = [generator_for(seed, "sde", i) for i in ids]
@@ -367,10 +374,13 @@ def sample_ode(
     """Deterministic Euler sampling from pure noise ``[B, *D]`` along ``sigmas`` [N + 1]; samples of at least fp32.
 
     Raises:
-        ValueError: a schedule that is no schedule, or a velocity of another shape.
+        ValueError: a schedule that is no schedule or without a step, no samples, or a velocity of another shape.
         FloatingPointError: the velocity is not finite at some step.
     """
     sigmas = check_sigmas(sigmas)
+    if sigmas.ndim != 1 or len(sigmas) < 2:
+        raise ValueError(f"sigmas must have shape [N + 1] with N >= 1 steps, found {list(sigmas.shape)}")
+    _require_noise(latents)
     state = at_least_fp32(latents)
     rows = torch.arange(len(latents), device=latents.device)
     for step, (sigma, next_sigma) in enumerate(pairwise(sigmas)):

@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from jagg_core.trajectory import at_least_fp32
+
 
 def check_lora(rank: int, alpha: int | None) -> None:
     """Raise ValueError unless ``rank`` is at least 0 and ``alpha``, if given, positive and beside a rank."""
@@ -42,4 +44,4 @@ def add_lora(transformer: Any, targets: Sequence[str], rank: int, alpha: int | N
         transformer.add_adapter(config)
     for parameter in transformer.parameters():
         if parameter.requires_grad:
-            parameter.data = parameter.data.float()
+            parameter.data = at_least_fp32(parameter.data)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Literal, Protocol, get_args
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor, nn
 
+from jagg_core.checks import require_one_of
 from jagg_core.policy import VelocityPolicy
 from jagg_core.schedule import dance_schedule
 
@@ -85,6 +86,5 @@ def check_schedule(name: str, steps: int, shift: float) -> None:
     Raises:
         ValueError: unknown name, too few steps, or a shift that is not positive.
     """
-    if name not in get_args(ScheduleName):
-        raise ValueError(f"schedule must be one of {list(get_args(ScheduleName))}, found {name!r}")
+    require_one_of("schedule", name, ScheduleName)
     dance_schedule(steps, shift)

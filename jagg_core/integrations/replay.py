@@ -42,7 +42,7 @@ class HostPolicy:
         self._parameters = [] if parameters is None else list(parameters)
         if any(hasattr(parameter, "ds_id") for parameter in self._parameters):
             raise ValueError("parameters must be None under DeepSpeed ZeRO-3, which empties them between passes")
-        self.guidance = guidance
+        self.guidance = None if guidance is None else float(guidance)
         self._settings = dict(settings or {})
 
     def velocity(self, latents: Tensor, sigma: Tensor, rows: Tensor) -> Tensor:
@@ -112,6 +112,8 @@ def host_trajectory(
             "latents and next_latents must have shape [B, S, ...] and log_probs [B, S], found "
             f"{list(latents.shape)}, {list(next_latents.shape)} and {list(log_probs.shape)}"
         )
+    if 0 in log_probs.shape:
+        raise ValueError(f"at least one sample and one step are needed, found log_probs {list(log_probs.shape)}")
     for name, given in (("velocity", velocity), ("noise", noise)):
         if given is not None and given.shape != latents.shape:
             raise ValueError(f"{name} must have the shape {list(latents.shape)} of latents, found {list(given.shape)}")
@@ -122,8 +124,12 @@ def host_trajectory(
     if not normalised and transition.convention != "gaussian":
         raise ValueError(f"normalised must be True for {type(transition).__name__}, which has no normalising term")
     schedule = check_sigmas(schedule, "schedule")
+    if schedule.ndim != 1:
+        raise ValueError(f"schedule must have shape [N + 1], found {list(schedule.shape)}")
     network_sigma(schedule, timestep_mode)
     batch, count = latents.shape[:2]
+    if rows is not None and rows.shape != (batch,):
+        raise ValueError(f"rows must have shape [{batch}], found {list(rows.shape)}")
     stored = _steps(steps, batch, count, len(schedule) - 1)
     order = stored.argsort(dim=-1)
     stored = stored.gather(-1, order)

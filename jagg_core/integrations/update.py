@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from torch import Tensor
 
@@ -70,7 +70,7 @@ def plan_update(
         ReplayMismatch, OffPolicyError, FloatingPointError: see `jagg_core.engine.accumulate_gradients`.
     """
     require_one_of("backward", backward, HostBackward)
-    require_one_of("upstream", upstream, get_args(UpstreamMode))
+    require_one_of("upstream", upstream, UpstreamMode)
     if not knows_noise(trajectory):
         if upstream in ("closed_form", "interpolated"):
             raise ValueError(f"upstream={upstream!r} needs the rollout's noise or velocities, which were not stored")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from importlib.resources import files
 from pathlib import Path
@@ -303,7 +303,7 @@ def train_classifier(
     """
     spec = classifier_spec(dataset)
     recipe = RECIPES[dataset]
-    settings = ClassifierTraining(**{**asdict(recipe), "steps": recipe.steps if steps is None else steps, "seed": seed})
+    settings = replace(recipe, steps=recipe.steps if steps is None else steps, seed=seed)
     require_at_least(settings, steps=1)
     data: Crops | Labelled = digits("train") if dataset == "digits" else photos(spec.size)
     generator = torch.Generator().manual_seed(seed)

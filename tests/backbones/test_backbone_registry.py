@@ -109,7 +109,7 @@ def test_options_are_read_by_their_types(optional: str) -> None:
     assert read_options(optional, []) == {}
     found = read_options("flux-dev", ["height=64", "path=3", "calls=separate", "random_weights=true"])
     assert found == {"height": 64, "path": "3", "calls": "separate", "random_weights": True}
-    with pytest.raises(ValueError, match="random_weights must be of type bool, found 'yes'"):
+    with pytest.raises(ValueError, match="random_weights must be true or false, found 'yes'"):
         read_options("flux-dev", ["random_weights=yes"])
 
 

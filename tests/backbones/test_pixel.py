@@ -331,6 +331,24 @@ def test_no_prompts_are_refused(make_tiny: MakeTiny) -> None:
         make_tiny().policy([])
 
 
+@pytest.mark.parametrize("guidance", [float("nan"), float("inf")])
+def test_a_guidance_that_is_not_finite_is_refused(guidance: float, make_tiny: MakeTiny) -> None:
+    with pytest.raises(ValueError, match=f"guidance must be finite, found {guidance}"):
+        make_tiny().policy(["a"], guidance)
+
+
+def test_whole_numbers_are_the_same_guidance(make_tiny: MakeTiny) -> None:
+    """A replay under guidance 3 of a rollout under 3.0 is no other."""
+    backbone = make_tiny()
+    assert backbone.policy(["a"], 3).signature() == backbone.policy(["a"], 3.0).signature()
+
+
+@pytest.mark.parametrize(("dtype", "expected"), [(torch.float64, torch.float64), (torch.bfloat16, torch.float32)])
+def test_a_lora_is_at_least_in_fp32(dtype: torch.dtype, expected: torch.dtype) -> None:
+    adapted = load_backbone("digits-flux", dtype=dtype, lora_rank=2)
+    assert {p.dtype for p in adapted.transformer.parameters() if p.requires_grad} == {expected}
+
+
 @pytest.mark.parametrize("name", ["digits-flux", "photos-qwen"])
 def test_a_lora_alone_is_trained_and_changes_nothing_at_first(name: str) -> None:
     plain, adapted = load_backbone(name), load_backbone(name, lora_rank=2)

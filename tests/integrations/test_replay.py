@@ -77,6 +77,22 @@ def test_rows_in_any_order_are_sorted_from_high_noise_to_low() -> None:
     assert torch.equal(gradient(policy, found, *settings)[0], gradient(policy, expected, *settings)[0])
 
 
+@pytest.mark.parametrize("cut", [(slice(0), slice(None)), (slice(None), slice(0))], ids=["samples", "steps"])
+def test_nothing_stored_is_refused(cut: tuple[slice, slice]) -> None:
+    host = stored(make_rollout(MlpField()))
+    host |= {name: host[name][cut] for name in ("latents", "next_latents", "log_probs")}
+    with pytest.raises(ValueError, match="at least one sample and one step are needed, found log_probs"):
+        host_trajectory(**host)
+
+
+def test_rows_and_schedules_of_another_shape_are_refused() -> None:
+    host = stored(make_rollout(MlpField()))
+    with pytest.raises(ValueError, match=r"rows must have shape \[4\], found \[3\]"):
+        host_trajectory(**host, rows=torch.arange(3))
+    with pytest.raises(ValueError, match=r"schedule must have shape \[N \+ 1\], found \[4, 8\]"):
+        host_trajectory(**host | {"schedule": SCHEDULE.expand(4, -1)})
+
+
 def test_one_order_for_all_samples() -> None:
     trajectory = make_rollout(MlpField())
     order = torch.tensor([4, 1, 2])
@@ -197,6 +213,7 @@ def test_guidance_is_of_a_pair() -> None:
     latents = torch.ones(2, 3)
     assert torch.equal(policy.velocity(latents, torch.ones(2), torch.arange(2)), torch.full((2, 3), 2.0))
     assert policy.signature() == {"guidance": "3.0"}
+    assert HostPolicy(policy.velocity, guidance=3).signature() == policy.signature()
 
 
 @pytest.mark.parametrize(("guidance", "given"), [(3.0, "one velocity"), (None, "a pair")])

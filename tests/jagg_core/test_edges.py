@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import json
+import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
 from jagg_core.engine import accumulate_gradients
+from jagg_core.images import image_grid
 from jagg_core.objective import ClippedSurrogate, NoGroupSignal, group_advantages
 from jagg_core.plan import Plan, causal_plan, exact_plan
+from jagg_core.records import RecordError
 from jagg_core.schedule import dance_schedule, network_sigma
 from jagg_core.seeding import derive_seed
 from jagg_core.trajectory import rollout, sample_ode
@@ -59,6 +64,29 @@ def test_ode_sampling_refuses_what_a_rollout_refuses() -> None:
         sample_ode(Broken(), dance_schedule(4), torch.ones(1, 3))
 
 
+def test_ode_sampling_refuses_what_is_no_schedule_and_no_batch() -> None:
+    field = MlpField()
+    latents = torch.zeros(4, 3, 2)
+    for sigmas, shape in ((dance_schedule(3).expand(4, -1), [4, 4]), (torch.ones(1), [1])):
+        with pytest.raises(
+            ValueError, match=re.escape(f"sigmas must have shape [N + 1] with N >= 1 steps, found {shape}")
+        ):
+            sample_ode(field, sigmas, latents)
+    for wrong in (latents[:0], latents.long()):
+        with pytest.raises(ValueError, match=r"latents must be floating point \[B, ...\], B >= 1, found"):
+            sample_ode(field, dance_schedule(3), wrong)
+    assert field.calls == []
+
+
+@pytest.mark.parametrize("graph_at", [(2,), (0, 3), (-1,)])
+def test_a_rollout_refuses_graphs_of_steps_that_it_does_not_keep(graph_at: tuple[int, ...]) -> None:
+    """Steps are counted from the window's first."""
+    field = MlpField()
+    with pytest.raises(ValueError, match=r"graph_at must lie within the kept steps 0..1, found \["):
+        rollout(field, dance_schedule(7), DanceSDE(0.7), torch.zeros(4, 3, 2), 0, window=range(2, 4), graph_at=graph_at)
+    assert field.calls == []
+
+
 def test_a_scale_that_is_not_finite_is_refused_before_any_gradient() -> None:
     field = MlpField()
     trajectory = make_rollout(field)
@@ -86,6 +114,13 @@ def test_eps_of_advantages_is_checked() -> None:
         group_advantages(torch.tensor([1.0, 2.0]), torch.tensor([0, 0]), eps=-0.5)
 
 
+@pytest.mark.parametrize("settings", [{"centre": "batch"}, {"centre": "none"}, {"centre": "prompt", "scale": "none"}])
+def test_a_batch_of_one_sample_has_no_signal(settings: dict[str, str]) -> None:
+    with pytest.warns(NoGroupSignal, match="has a single sample, so its advantage is 0"):
+        found = group_advantages(torch.tensor([3.0]), torch.tensor([0]), **{"scale": "batch"} | settings)  # type: ignore[arg-type]
+    assert found.tolist() == [0]
+
+
 def test_a_prompt_with_one_valid_sample_has_no_signal() -> None:
     rewards = torch.tensor([1.0, float("nan"), 3.0, 5.0])
     with pytest.warns(NoGroupSignal):
@@ -97,6 +132,31 @@ def test_dance_grids_in_fp32_truncate_as_dancegrpo_does() -> None:
     assert [round(float(steps[i])) for i in (3, 9)] == [874, 250]
 
 
+def test_prediction_is_for_calibrated_causal_plans(tmp_path: Path) -> None:
+    plans = {family: {"2": {"knots": [0, 3]}} for family in ("causal", "spline")}
+    settings = {"transition": "", "timestep_mode": "float", "signature": {}}
+    calibration = {"kind": "calibration", "plans": plans, "schedule": dance_schedule(7)[:-1].tolist(), **settings}
+    path = tmp_path / "calibration.json"
+    path.write_text(json.dumps(calibration))
+    assert Plan.from_calibration(path, 2, predict=True).knot_sigmas is not None
+    assert Plan.from_calibration(path, 2, family="spline").knots == (0, 3)
+    with pytest.raises(ValueError, match="predict is for the family causal, found 'spline'"):
+        Plan.from_calibration(path, 2, family="spline", predict=True)
+    for damaged in ({"plans": {"causal": {"2": {}}}}, {"plans": [1]}, {"schedule": "none"}):
+        path.write_text(json.dumps(calibration | damaged))
+        with pytest.raises(RecordError, match="damaged calibration file"):
+            Plan.from_calibration(path, 2)
+
+
 def test_parts_of_a_purpose_do_not_run_together() -> None:
     assert derive_seed(0, "a/b") != derive_seed(0, "a", "b")
     assert derive_seed(0, "a\\", "b") != derive_seed(0, "a\\/b")
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_sheet_refuses_pixels_that_are_not_finite(value: float) -> None:
+    """A decoder that overflows in half precision must not pass for black pictures."""
+    images = torch.zeros(3, 1, 2, 2)
+    images[1, 0, 1, 0] = value
+    with pytest.raises(ValueError, match="images must be finite, found NaN or infinite pixels in sample 1"):
+        image_grid(images, 3)

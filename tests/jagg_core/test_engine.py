@@ -13,8 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from jagg_core import engine
-from jagg_core.engine import OffPolicyError, RatioNoise, accumulate_gradients
+from jagg_core.engine import OffPolicyError, RatioNoise, Report, accumulate_gradients, modes
 from jagg_core.objective import ClippedSurrogate
 from jagg_core.plan import (
     Plan,
@@ -407,7 +406,7 @@ def test_auto_batches_while_a_pass_is_small(monkeypatch: pytest.MonkeyPatch) -> 
     trajectory = make_rollout(policy)  # 4 samples of 6 elements
     plan = jagg_plan(trajectory.sigmas, 3, 1.0)
     for elements, mode, calls in ((4 * 24, "batched", 1), (3 * 24, "batched", 2), (47, "sequential", 4)):
-        monkeypatch.setattr(engine, "AUTO_ELEMENTS", elements)
+        monkeypatch.setattr(modes, "AUTO_ELEMENTS", elements)
         policy.calls.clear()
         report = gradient(policy, trajectory, ADVANTAGES, plan, OBJECTIVE)[1]
         assert report.backward == mode
@@ -465,7 +464,7 @@ def test_without_parameters_the_first_knot_decides(backward: str) -> None:
     assert trajectory.weights_version is None
     plan = jagg_plan(trajectory.sigmas, 3, 1.0)
 
-    def update(upstream: str) -> engine.Report:
+    def update(upstream: str) -> Report:
         return accumulate_gradients(policy, trajectory, ADVANTAGES, plan, OBJECTIVE, upstream, backward)  # type: ignore[arg-type]
 
     assert update("auto").upstream == "autograd", "auto takes the closed form only where the weights are known"

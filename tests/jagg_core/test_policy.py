@@ -51,3 +51,10 @@ def test_a_replay_with_another_guidance_scale_is_refused() -> None:
             ClippedSurrogate(),
         )
     assert branches[0].inner.grad is None
+
+
+def test_whole_numbers_are_the_same_guidance() -> None:
+    """A replay under guidance 4 of a rollout under 4.0 is no other."""
+    branches = MlpField(seed=1), MlpField(seed=2)
+    whole, fraction = (ClassifierFreeGuidance(*branches, scale).signature() for scale in (4, 4.0))
+    assert whole == fraction == {"guidance": "4.0"}

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from jagg_core.engine import OffPolicyError
 from jagg_core.objective import ClippedSurrogate, step_log_prob, upstream_closed_form
 from jagg_core.plan import Plan, exact_plan, jagg_plan
 from jagg_core.schedule import dance_schedule
@@ -135,6 +136,25 @@ def test_a_bf16_network_is_on_policy_with_itself() -> None:
     assert policy.inner.grad.dtype == torch.bfloat16
     autograd = gradient(policy, trajectory, ADVANTAGES, plan, OBJECTIVE, "autograd", "joint")[0]
     assert relative_error(closed, autograd) < 1e-2
+
+
+@pytest.mark.parametrize(("dtype", "accepted"), [(torch.bfloat16, True), (torch.float16, True), (torch.float32, False)])
+def test_the_weights_decide_how_exact_a_ratio_must_be(dtype: torch.dtype, accepted: bool) -> None:
+    """Guided models combine velocities of a half-precision network in fp32, yet another batch shape moves them."""
+
+    class Guided(MlpField):
+        def velocity(self, latents: Tensor, sigma: Tensor, rows: Tensor) -> Tensor:
+            velocity = super().velocity(latents, sigma, rows).float()
+            return velocity if len(rows) == 4 else velocity * 1.005
+
+    policy = Guided(dtype=dtype)
+    trajectory = make_rollout(policy, dtype=torch.float32)
+    arguments = (policy, trajectory.cut(range(2)), ADVANTAGES[:2], exact_plan(trajectory.sigmas), OBJECTIVE)
+    if accepted:
+        assert 1e-4 < gradient(*arguments, "closed_form", "sequential")[1].log_ratio_max < 2e-2
+    else:
+        with pytest.raises(OffPolicyError, match=r"limit 0\.0001"):
+            gradient(*arguments, "closed_form", "sequential")
 
 
 @pytest.fixture

@@ -65,3 +65,8 @@ def test_global_state_is_left_alone(seed: int) -> None:
     before = torch.get_rng_state()
     initial_latents((5,), seed=seed, sample_ids=range(3))
     assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_no_samples_have_no_latents() -> None:
+    with pytest.raises(ValueError, match="sample_ids: at least one is needed, found none"):
+        initial_latents((5,), seed=0, sample_ids=[])

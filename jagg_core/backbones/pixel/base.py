@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -181,7 +182,7 @@ class PixelBackbone:
         """A policy for these prompts, one per sample. ``guidance`` None is 1: none.
 
         Raises:
-            ValueError: a prompt that the backbone was not trained on; no prompts.
+            ValueError: a prompt that the backbone was not trained on; no prompts; a guidance that is not finite.
         """
         if len(prompts) == 0:
             raise ValueError("prompts: at least one is needed, found none")
@@ -189,8 +190,11 @@ class PixelBackbone:
         if isinstance(prompts, str) or unknown:
             found = prompts if isinstance(prompts, str) else unknown
             raise ValueError(f"prompts: {self.name} knows {list(self.prompts)}, found {found!r}")
+        scale = 1.0 if guidance is None else float(guidance)
+        if not math.isfinite(scale):
+            raise ValueError(f"guidance must be finite, found {scale}")
         ids = torch.tensor([self.prompts.index(p) for p in prompts], device=self.device)
-        return PixelPolicy(self.module, ids, len(self.prompts), 1.0 if guidance is None else guidance, self.name)
+        return PixelPolicy(self.module, ids, len(self.prompts), scale, self.name)
 
     def decode(self, latents: Tensor) -> Tensor:
         """Latents ``[N, tokens, channels]`` to images ``[N, C, H, W]`` in [0, 1], fp32."""
@@ -225,7 +229,7 @@ def build_pixel_backbone(
 
     Raises:
         FileNotFoundError: the weights are missing; says how to rebuild them.
-        ValueError: a LoRA that cannot be.
+        ValueError: a LoRA that cannot be, or weights of another configuration.
     """
     check_lora(lora_rank, lora_alpha)
     path = weights_path(spec.name)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import get_args
 
 import torch
 from torch import nn
@@ -12,6 +11,7 @@ from jagg_core.backbones.lora import add_lora, check_lora
 from jagg_core.backbones.pretrained.base import Calls, Configs, PretrainedBackbone, PublishedModel
 from jagg_core.backbones.pretrained.folder import ModelFolder, find_folder
 from jagg_core.backbones.pretrained.prompts import PROMPTS, read_prompts
+from jagg_core.checks import require_one_of
 
 
 def configs_of(folder: ModelFolder) -> Configs:
@@ -90,8 +90,7 @@ def load_pretrained(
     Raises:
         ValueError: an option out of range, no access, or a folder that is not this model's; before weights are read.
     """
-    if calls not in get_args(Calls):
-        raise ValueError(f"calls must be one of {list(get_args(Calls))}, found {calls!r}")
+    require_one_of("calls", calls, Calls)
     if text_tokens is not None and text_tokens < 1:
         raise ValueError(f"text_tokens must be at least 1, found {text_tokens}")
     check_lora(lora_rank, lora_alpha)

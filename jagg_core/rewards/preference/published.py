@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -131,7 +131,7 @@ class PreferenceSettings:
     def __post_init__(self) -> None:
         if self.variant is not None:
             require_one_of(f"variant of {self.published.name}", self.variant, tuple(self.published.variants))
-        require_one_of("dtype", self.dtype, get_args(Dtype))
+        require_one_of("dtype", self.dtype, Dtype)
         require_at_least(self, batch_size=1)
 
 

@@ -1,0 +1,23 @@
+"""The one engine: runs any plan against any policy.
+
+The paper's four phases, for every bundle of knots that shares a backward call:
+
+1. forwards: with a graph at the knots; without one at other steps whose upstream gradient needs a velocity (`passes`);
+2. upstream gradients ``s_j``, from transition and loss alone (`upstream`);
+3. aggregation ``u_i = sum_j w[i, j] s_j``, where samples that are partly clipped have weights of their own (`routing`);
+4. one backward through the network from all knots of the bundle (`passes`).
+"""
+
+from jagg_core.engine.modes import BackwardMode, OffPolicyError, PartlyClipped, UpstreamMode
+from jagg_core.engine.report import RatioNoise, Report
+from jagg_core.engine.update import accumulate_gradients
+
+__all__ = [
+    "BackwardMode",
+    "OffPolicyError",
+    "PartlyClipped",
+    "RatioNoise",
+    "Report",
+    "UpstreamMode",
+    "accumulate_gradients",
+]

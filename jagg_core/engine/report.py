@@ -1,0 +1,77 @@
+"""What an update says of itself."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from jagg_core.objective import Upstream
+
+
+class RatioNoise(UserWarning):
+    """On policy, yet log ratios exceed the clip range: half precision with another batch shape, or dropout."""
+
+
+@dataclass(frozen=True)
+class Report:
+    """What `accumulate_gradients` did. Shares and log ratios are over the (sample, step) pairs that were evaluated.
+
+    Attributes:
+        loss: the scaled loss, summed over samples and steps (those of weight zero excluded).
+        log_ratio_mean, log_ratio_max: of log ratios to the rollout: mean, and largest magnitude.
+        log_ratio_p99: 99th percentile of their magnitude.
+        clipped_share: pairs without surrogate gradient. outside_clip_share: pairs whose ratio left the clip range.
+        first_step_outside_clip: the same for the first trained step alone; on policy it should be 0.
+        partly_clipped: (sample, group) pairs with some steps clipped and some not.
+        passes: differentiated passes over steps, each one forward and one backward of the batch.
+        forwards: forwards of the batch, with and without graph. reference_forwards: of the reference policy.
+        backward_calls: calls of ``torch.autograd.backward``, or of ``backward_fn``.
+        upstream, backward: the modes that ran. anticipating: see `Plan.anticipating`.
+        log_ratio_by_step: largest magnitude of the log ratio at each step where it was evaluated.
+        seconds: per phase (forward, upstream, backward), if a clock was given.
+    """
+
+    loss: float
+    log_ratio_mean: float
+    log_ratio_max: float
+    log_ratio_p99: float
+    clipped_share: float
+    outside_clip_share: float
+    first_step_outside_clip: float
+    partly_clipped: int
+    passes: int
+    forwards: int
+    reference_forwards: int
+    backward_calls: int
+    upstream: str
+    backward: str
+    anticipating: bool
+    log_ratio_by_step: dict[int, float] = field(default_factory=dict)
+    seconds: dict[str, float] = field(default_factory=dict)
+
+
+def figures_of(
+    known: dict[int, Upstream], log_ratios: dict[int, Tensor], scale: float, clip_range: float
+) -> dict[str, float]:
+    """The report's loss, log ratios and shares, from upstream gradients and log ratios ``[B]`` by step."""
+    log_ratio = torch.stack(list(log_ratios.values()))
+    magnitude = log_ratio.abs().flatten()
+    outside = ((log_ratio.exp() - 1).abs() > clip_range).double()
+    figures = {
+        "loss": scale * torch.stack([u.loss for u in known.values()]).sum(),
+        "log_ratio_mean": log_ratio.mean(),
+        "log_ratio_max": magnitude.max(),
+        "log_ratio_p99": torch.quantile(magnitude, 0.99),
+        "clipped_share": torch.stack([u.clipped for u in known.values()]).double().mean(),
+        "outside_clip_share": outside.mean(),
+        "first_step_outside_clip": outside[list(log_ratios).index(min(log_ratios))].mean(),
+    }
+    # one transfer from the device for all of them
+    return dict(zip(figures, torch.stack([x.double() for x in figures.values()]).tolist(), strict=True))
+
+
+def largest_by_step(log_ratios: dict[int, Tensor]) -> dict[int, float]:
+    """Largest magnitude of log ratios ``[B]``, by step."""
+    return dict(zip(log_ratios, torch.stack(list(log_ratios.values())).abs().amax(1).tolist(), strict=True))

@@ -1,0 +1,195 @@
+"""One update: the four phases of every bundle of knots, and the report."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from jagg_core.engine.modes import BackwardMode, Modes, PartlyClipped, UpstreamMode, choose_modes
+from jagg_core.engine.passes import Passes
+from jagg_core.engine.report import RatioNoise, Report, figures_of, largest_by_step
+from jagg_core.engine.routing import Weights
+from jagg_core.engine.upstream import WAYS, UpstreamGradients
+from jagg_core.objective import ClippedSurrogate
+from jagg_core.plan import Plan
+from jagg_core.policy import VelocityPolicy
+from jagg_core.trajectory import ReplayMismatch, Trajectory, policy_signature
+
+
+def accumulate_gradients(
+    policy: VelocityPolicy,
+    trajectory: Trajectory,
+    advantages: Tensor,
+    plan: Plan,
+    objective: ClippedSurrogate,
+    upstream: UpstreamMode = "auto",
+    backward: BackwardMode = "auto",
+    *,
+    reference: VelocityPolicy | None = None,
+    scale: float = 1.0,
+    partly_clipped: PartlyClipped = "exact",
+    max_rows: int | None = None,
+    clock: Callable[[], float] | None = None,
+    backward_fn: Callable[[Tensor], None] | None = None,
+) -> Report:
+    """Add the plan's gradient of the loss into ``.grad``, as ``backward()`` would.
+
+    The loss is ``scale`` times the sum over samples and trained steps, so that micro-batches add up; a trainer passes
+    ``scale = 1 / (samples * steps)``. Everything outside the network runs in the dtype of the trajectory.
+
+    Args:
+        policy: differentiated at the plan's knots.
+        trajectory: T steps of B samples. Graphs that it kept are used in the place of forwards, once, on policy.
+        advantages: ``[B]``.
+        plan: for T steps, ``[K, T]`` or ``[B, K, T]``.
+        objective: the loss.
+        upstream: ``"autograd"`` runs the network at every step (the paper). ``"closed_form"`` only at the knots; legal
+            only on policy, which is checked before any forward by the weights, and at every knot by the ratio.
+            ``"auto"`` takes it exactly where the weights are known to be the rollout's. ``"interpolated"``: off policy,
+            yet with forwards at the knots alone. How far velocities have moved since the rollout is known there, and
+            taken for the other steps by the plan's own weights, which must sum to 1 for every step.
+        backward: ``"joint"``: one forward per knot, one backward call per independent part of the plan (the paper).
+            ``"batched"``: several knots in one pass. ``"sequential"``: one knot at a time, the least memory.
+            ``"auto"``: batched while a pass stays small (`jagg_core.engine.modes.AUTO_ELEMENTS`), else sequential.
+        reference: policy of the KL term; needed if ``objective.kl_beta`` is positive.
+        scale: factor of the loss. Half-precision networks need it large enough for gradients to be representable.
+        partly_clipped: what happens to a sample with some steps of a group clipped, some not, under ``"autograd"``:
+            ``"exact"`` gives it a pass per step, ``"keep"`` leaves the plan as it is.
+        max_rows: most rows (knots times samples) of one batched pass; no limit by default.
+        clock: timer in seconds that waits for the device; with it the report has seconds per phase.
+        backward_fn: takes the place of ``torch.autograd.backward`` where a trainer has its own for scalars (Accelerate,
+            DeepSpeed). It gets ``sum(v * u)``, whose gradient in the velocities v is u; its value means nothing.
+
+    Raises:
+        ValueError: arguments that do not fit each other.
+        ReplayMismatch: plan, policy and trajectory disagree on the schedule or on settings.
+        OffPolicyError: closed form off policy.
+        FloatingPointError: a velocity is not finite. As after an `OffPolicyError` at a later knot, ``.grad`` may then
+            hold the passes before it: zero it. On several ranks it comes after the last pass, and ``.grad`` is not
+            finite, for the other ranks make as many passes.
+    """
+    _require_fitting(trajectory, advantages, plan, objective, reference, scale)
+    trajectory.require(sigmas=plan.sigmas, signature=policy_signature(policy))
+    modes = choose_modes(policy, trajectory, plan, upstream, backward, partly_clipped, max_rows)
+    passes = Passes(policy, trajectory, plan, modes, clock, backward_fn)
+    gradients = WAYS[modes.upstream](trajectory, advantages.to(trajectory.latents), plan, objective, reference, passes)
+    update = _Update(plan, modes, passes, gradients, Weights(plan, trajectory, scale))
+    for bundle in update.bundles():
+        update.run(bundle)
+    if passes.broken:
+        raise FloatingPointError(passes.broken)
+    report = update.report(scale, objective.clip_range)
+    if modes.on_policy and report.log_ratio_p99 > objective.clip_range:
+        warnings.warn(
+            f"on policy, yet 1 % of |log ratio| exceed {report.log_ratio_p99:.2g}, above clip_range "
+            f"{objective.clip_range:g}: half precision with another batch shape than the rollout's, or dropout",
+            RatioNoise,
+            stacklevel=2,
+        )
+    return report
+
+
+def _require_fitting(
+    trajectory: Trajectory,
+    advantages: Tensor,
+    plan: Plan,
+    objective: ClippedSurrogate,
+    reference: VelocityPolicy | None,
+    scale: float,
+) -> None:
+    batch = trajectory.batch
+    if advantages.shape != (batch,):
+        raise ValueError(f"advantages must have shape [{batch}], found {list(advantages.shape)}")
+    if not torch.isfinite(advantages).all():
+        index = int((~torch.isfinite(advantages)).nonzero()[0])
+        raise ValueError(f"advantages must be finite, found {advantages[index].item()} at sample {index}")
+    if plan.steps != trajectory.steps:
+        raise ReplayMismatch(f"plan: made for {plan.steps} trained steps, the trajectory has {trajectory.steps}")
+    if plan.weights.ndim == 3 and len(plan.weights) != batch:
+        raise ValueError(f"plan: weights are for {len(plan.weights)} samples, the trajectory has {batch}")
+    if not plan.weights.any():
+        raise ValueError("plan: at least one weight must differ from 0, found none")
+    sites = plan.knot_sigmas
+    if sites is not None and sites.ndim == 2 and len(sites) != batch:
+        raise ValueError(f"plan: knot_sigmas are for {len(sites)} samples, the trajectory has {batch}")
+    if not math.isfinite(scale):
+        raise ValueError(f"scale must be finite, found {scale}")
+    if objective.kl_beta > 0 and reference is None:
+        raise ValueError(f"kl_beta is {objective.kl_beta}: a reference policy is needed")
+
+
+@dataclass(frozen=True, eq=False)
+class _Update:
+    """One call of `accumulate_gradients`."""
+
+    plan: Plan
+    modes: Modes
+    passes: Passes
+    upstream: UpstreamGradients
+    weights: Weights
+
+    def bundles(self) -> Iterator[list[int]]:
+        """Positions of the knots that share one backward call."""
+        if self.modes.backward == "joint":
+            yield from (positions for positions, _ in self.weights.parts)
+        else:
+            yield from self.passes.together(range(self.plan.passes))
+
+    def run(self, bundle: list[int]) -> None:
+        """The four phases of one bundle."""
+        parts = self.weights.parts
+        touched = [n for n, (positions, _) in enumerate(parts) if set(positions) & set(bundle)]
+        if self.modes.routing:
+            # whether a sample is partly clipped is only known with all steps of a part
+            feeding = sorted({j for n in touched for j in parts[n][1]})
+        else:
+            feeding = self.weights.feeding(bundle)
+        unknown = [j for j in feeding if j not in self.upstream.known]
+        knots = [self.plan.knots[i] for i in bundle]
+        others = sorted({self.plan.knots[i] for n in touched for i in parts[n][0]} - set(knots))
+
+        # phase 1: forwards, first those without a graph
+        self.upstream.look_beside(unknown, knots, others)
+        velocities = self.passes.at_knots(bundle)
+
+        # phase 2: upstream gradients
+        self.upstream.learn(unknown, knots, velocities)
+        if self.modes.routing:
+            for n in touched:
+                self.weights.route(n, self.upstream.known)
+
+        # phase 3: aggregation
+        with self.passes.timed("upstream"):
+            totals = [self.weights.aggregate(i, self.upstream.known) for i in bundle]
+
+        # phase 4: one backward
+        self.passes.backward(velocities, totals)
+
+        if self.modes.routing:
+            for n in touched:
+                if parts[n][0][-1] in bundle:
+                    self.weights.run_exact(n, self.upstream.known, self.passes)
+
+    def report(self, scale: float, clip_range: float) -> Report:
+        """What was done."""
+        known, passes = self.upstream.known, self.passes
+        # predicted knots in closed form evaluate no ratio: it is 1 by the weights
+        log_ratios = self.upstream.log_ratios or {step: found.log_ratio for step, found in known.items()}
+        return Report(
+            **figures_of(known, log_ratios, scale, clip_range),
+            partly_clipped=self.weights.mixed,
+            passes=passes.passes,
+            forwards=passes.forwards,
+            reference_forwards=self.upstream.reference_forwards,
+            backward_calls=passes.backward_calls,
+            upstream=self.modes.upstream,
+            backward=self.modes.backward,
+            anticipating=self.plan.anticipating,
+            log_ratio_by_step=largest_by_step(log_ratios),
+            seconds=dict(passes.seconds),
+        )

@@ -1,0 +1,188 @@
+"""The second phase: upstream gradients ``s_j`` by step, in one of three ways."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from jagg_core.engine.modes import OffPolicyError
+from jagg_core.engine.passes import Passes
+from jagg_core.objective import (
+    ClippedSurrogate,
+    Upstream,
+    step_log_prob,
+    upstream_autograd,
+    upstream_closed_form,
+)
+from jagg_core.plan import Plan
+from jagg_core.policy import VelocityPolicy
+from jagg_core.trajectory import Trajectory
+from jagg_core.transitions import expand
+
+ON_POLICY_TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 2e-2}
+"""Largest |log ratio| at a knot that the closed form accepts, by the coarsest dtype of weights and velocity."""
+
+
+@dataclass(eq=False)
+class UpstreamGradients:
+    """Those found so far. `Autograd`, `ClosedForm` and `Interpolated` say how.
+
+    Attributes:
+        advantages: ``[B]``, on the trajectory's device and in its dtype.
+        reference: policy of the KL term.
+        known: what is known of each step.
+        log_ratios: ``[B]``, by step, where a velocity of today was there to compare.
+        reference_forwards: forwards of the reference policy.
+    """
+
+    trajectory: Trajectory
+    advantages: Tensor
+    plan: Plan
+    objective: ClippedSurrogate
+    reference: VelocityPolicy | None
+    passes: Passes
+    known: dict[int, Upstream] = field(default_factory=dict)
+    log_ratios: dict[int, Tensor] = field(default_factory=dict)
+    reference_forwards: int = 0
+
+    def look_beside(self, steps: list[int], knots: list[int], others: list[int]) -> None:
+        """Forwards without a graph that ``steps`` need beside those at ``knots``, the knots of this backward call.
+
+        ``others``: the knots of other calls that these steps may be spread over.
+        """
+
+    def learn(self, steps: list[int], knots: list[int], velocities: list[Tensor]) -> None:
+        """What can be known of ``steps`` with the velocities ``[B, *D]`` at ``knots``.
+
+        Raises:
+            OffPolicyError: closed form, and a ratio at a knot says otherwise.
+            FloatingPointError: a velocity is not finite.
+        """
+        raise NotImplementedError
+
+    def at_states(self, knots: list[int]) -> list[int]:
+        """``knots``, or none of them: a predicted knot is no state of the rollout, and says nothing of its step."""
+        return knots if self.plan.knot_sigmas is None else []
+
+    def from_velocities(self, steps: Iterable[int], velocities: Iterable[Tensor]) -> None:
+        """Upstream gradients of steps by autograd from their velocities ``[B, *D]``."""
+        with self.passes.timed("upstream"):
+            for step, velocity in zip(steps, velocities, strict=True):
+                self.known[step] = upstream_autograd(
+                    self.objective, self.trajectory, step, velocity, self.advantages, self._reference_velocity(step)
+                )
+                self.log_ratios[step] = self.known[step].log_ratio
+
+    def in_closed_form(self, steps: list[int]) -> None:
+        """Upstream gradients of steps from the noise of the rollout."""
+        with self.passes.timed("upstream"):
+            for step in steps:
+                self.known[step] = upstream_closed_form(
+                    self.objective, self.trajectory, step, self.advantages, self._reference_velocity(step)
+                )
+
+    def require_finite(self, steps: list[int]) -> None:
+        """See `Passes.not_finite`, unless all that is known of ``steps`` is finite."""
+        sums = [torch.stack([self.known[j].log_ratio.sum(), self.known[j].gradient.sum()]) for j in steps]
+        if sums and not torch.isfinite(torch.stack(sums)).all():
+            self.passes.not_finite(
+                f"log ratio or upstream gradient is not finite at one of steps {steps}: "
+                "a velocity, the policy's or the reference's, is NaN or infinite"
+            )
+
+    def _reference_velocity(self, step: int) -> Tensor | None:
+        if self.objective.kl_beta == 0 or self.reference is None:
+            return None
+        t = self.trajectory
+        self.reference_forwards += 1
+        with torch.no_grad():
+            return self.reference.velocity(t.latents[step], t.told_sigma(step), self.passes.rows).to(t.latents.dtype)
+
+
+class Autograd(UpstreamGradients):
+    """The paper's way: from the velocity at every step, with a forward at each that is no knot."""
+
+    def look_beside(self, steps: list[int], knots: list[int], others: list[int]) -> None:
+        """See `UpstreamGradients.look_beside`."""
+        at_states = self.at_states(knots)
+        for some, velocities in self.passes.without_graph([j for j in steps if j not in at_states]):
+            self.from_velocities(some, velocities)
+
+    def learn(self, steps: list[int], knots: list[int], velocities: list[Tensor]) -> None:
+        """See `UpstreamGradients.learn`."""
+        found = dict(zip(knots, velocities, strict=True))
+        own = [k for k in self.at_states(knots) if k in steps]
+        self.from_velocities(own, [found[k] for k in own])
+        self.require_finite(steps)
+
+
+class ClosedForm(UpstreamGradients):
+    """On policy: from the noise of the rollout, without any forward; the ratio is checked at the knots."""
+
+    def learn(self, steps: list[int], knots: list[int], velocities: list[Tensor]) -> None:
+        """See `UpstreamGradients.learn`."""
+        self._require_on_policy(self.at_states(knots), velocities)
+        self.in_closed_form(steps)
+        self.require_finite(steps)
+
+    def _require_on_policy(self, knots: list[int], velocities: list[Tensor]) -> None:
+        if not knots:
+            return
+        for knot, velocity in zip(knots, velocities, strict=True):
+            log_prob = step_log_prob(self.trajectory, knot, velocity.detach().to(self.trajectory.latents.dtype))
+            self.log_ratios[knot] = log_prob - self.trajectory.log_probs[knot]
+        largest = torch.stack([self.log_ratios[k] for k in knots]).abs().max().item()
+        if not math.isfinite(largest):
+            self.passes.not_finite(f"the velocity is not finite at one of steps {knots}")
+            return
+        # guidance may combine velocities of a half-precision network in fp32: they are as coarse as its weights
+        dtypes = {velocities[0].dtype, *self.passes.parameter_dtypes}
+        limit = max(ON_POLICY_TOLERANCE.get(dtype, 1e-4) for dtype in dtypes)
+        if largest > limit:
+            raise OffPolicyError(
+                f"upstream='closed_form' is legal only on policy, found |log ratio| {largest:.3g} (limit {limit:g}) at "
+                f"one of steps {knots}: other weights than the rollout's, or dropout; use upstream='autograd'"
+            )
+
+
+@dataclass(eq=False)
+class Interpolated(UpstreamGradients):
+    """Off policy with forwards at knots alone: elsewhere a velocity has moved as its knots have, by the weights."""
+
+    drifts: dict[int, Tensor] = field(default_factory=dict)
+    """By knot: the velocity ``[B, *D]`` less the rollout's."""
+
+    def look_beside(self, steps: list[int], knots: list[int], others: list[int]) -> None:
+        """See `UpstreamGradients.look_beside`."""
+        for some, velocities in self.passes.without_graph([k for k in others if k not in self.drifts]):
+            self._note_drift(some, velocities)
+
+    def learn(self, steps: list[int], knots: list[int], velocities: list[Tensor]) -> None:
+        """See `UpstreamGradients.learn`."""
+        self._note_drift(knots, velocities)
+        self.from_velocities(steps, [self._drifted(j) for j in steps])
+        self.require_finite(steps)
+
+    def _note_drift(self, knots: Sequence[int], velocities: Sequence[Tensor]) -> None:
+        for knot, velocity in zip(knots, velocities, strict=True):
+            self.drifts[knot] = velocity.detach().to(self.trajectory.latents.dtype) - self.trajectory.velocity(knot)
+
+    def _drifted(self, step: int) -> Tensor:
+        """The rollout's velocity at ``step``, moved as its knots have moved since."""
+        velocity = self.trajectory.velocity(step)
+        for position in self.plan.used[:, step].nonzero().flatten().tolist():
+            drift = self.drifts[self.plan.knots[position]]
+            velocity = velocity + expand(self.plan.weights[..., position, step], drift) * drift
+        return velocity
+
+
+WAYS: dict[str, type[UpstreamGradients]] = {
+    "autograd": Autograd,
+    "closed_form": ClosedForm,
+    "interpolated": Interpolated,
+}
+"""By mode; see `jagg_core.engine.accumulate_gradients`."""

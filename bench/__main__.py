@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 from tqdm import tqdm
 
 from bench.collectives import CollectiveBench, is_first, run_collective_bench, settings_of
 from bench.compare import compare
-from bench.cost import SCHEMES, Machine, Update
+from bench.compiling import BACKENDS
+from bench.cost import Machine, Update, schemes
 from bench.cost_study import CostStudy, run_cost_study
 from bench.findings import count_lines
 from bench.group import GroupBench, run_group_bench
+from bench.lines import LINES, memory_lines, speed_lines, step_lines
 from bench.memory import run_memory_bench
 from bench.suite import PRESETS, run_suite
-from bench.update import PARTS, UpdateBench, run_update_bench, speed_ups
+from bench.update import UpdateBench, run_update_bench
 from jagg_core.flags import add_flags, given
 from jagg_core.records import Record, require_writable
 
@@ -37,10 +38,12 @@ COST_EXAMPLE = (
     "--window 4 --ranks 8 64 --out results/cost-flux-dev"
 )
 CELLS_EXAMPLE = (
-    "Single arms and phases as cells of pytest-benchmark: python -m pytest bench --benchmark-enable "
+    f"{RUN_EXAMPLE}. Single arms and phases as cells of pytest-benchmark: python -m pytest bench --benchmark-enable "
     "--benchmark-json=cells.json --bench-window 5 --bench-batch 16 (python -m pytest bench --help has all options)"
 )
 GROUP_EXAMPLE = "example: python -m bench group --backbone digits-flux --batch 16 --window 5 --out results/speed.json"
+MEMORY_EXAMPLE = "example: python -m bench memory --backbone photos-flux --batch 6 --out results/memory.json"
+COMPILE = f"--compile takes a backend of torch.compile for the transformer's blocks: {', '.join(BACKENDS)}."
 
 
 def parser() -> argparse.ArgumentParser:
@@ -52,6 +55,8 @@ def parser() -> argparse.ArgumentParser:
     group = commands.add_parser(
         "group",
         help="forward, upstream and backward time of one group of steps, arms interleaved",
+        description="Verify every arm's gradient against a plain loop, then time the arms by turns, in every round in "
+        f"another order. --window is W; --guidance none is the backbone's usual one. {COMPILE}",
         epilog=GROUP_EXAMPLE,
     )
     add_flags(group, GroupBench)
@@ -69,6 +74,9 @@ def _add_collectives(commands: Any) -> None:
     counted = commands.add_parser(
         "collectives",
         help="count and time collectives of one group under FSDP2, HSDP or DDP, on ranks of this machine or torchrun's",
+        description="Verify, count and time every arm on every rank. --pretend counts for ranks that are not there; "
+        "--shards, under the layout hsdp, is how many ranks share a copy of the parameters, half of all by default; "
+        "--timeout is in seconds.",
         epilog=COLLECTIVES_EXAMPLE,
     )
     add_flags(counted, CollectiveBench)
@@ -89,9 +97,7 @@ def count_collectives(arguments: argparse.Namespace) -> Record:
 def _add_run(commands: Any) -> None:
     suite = commands.add_parser("run", help="measure every cell of a preset", epilog=RUN_EXAMPLE)
     suite.add_argument("--preset", choices=list(PRESETS), required=True)
-    suite.add_argument(
-        "--timeout", type=float, default=900, help="seconds that each process of a cell may take, default 900"
-    )
+    suite.add_argument("--timeout", type=float, default=900, help="seconds that each cell may take, default 900")
     suite.add_argument("--out", type=Path, help="run folder, default results/bench-PRESET")
 
 
@@ -110,16 +116,13 @@ def run_preset(arguments: argparse.Namespace) -> Record:
     return record
 
 
-def speed_lines(record: Record) -> list[str]:
-    """Median seconds and speed-up over exact of every arm of a group."""
-    times = {cell.name: median(t for t in cell.samples["total_s"] if t is not None) for cell in record.cells}
-    return [f"{name:<24}{time * 1000:>10.1f} ms{times['exact'] / time:>8.2f}x" for name, time in times.items()]
-
-
 def _add_update(commands: Any) -> None:
     update = commands.add_parser(
         "update",
         help="time training steps: rollout, reward, the update by estimator, optimizer",
+        description="Verify every way to make the update against a plain loop over its plan, then time them and the "
+        "other parts of a training step by turns. --calibration is a file of python -m analysis calibrate, whose "
+        f"causal plans of so many --passes are timed too. {COMPILE}",
         epilog=UPDATE_EXAMPLE,
     )
     add_flags(update, UpdateBench, skip=("warmup",))
@@ -137,21 +140,15 @@ def time_update(arguments: argparse.Namespace) -> Record:
     return record
 
 
-def step_lines(record: Record) -> list[str]:
-    """Median seconds of every way's update, its speed-ups over exact, and seconds of the step's other parts."""
-    lines = [f"{'way':<30}{'passes':>7}{'seconds':>9}{'backward':>10}{'update':>9}{'whole step':>12}"]
-    for one in speed_ups(record):
-        step = "-" if one["step"] is None else f"{one['step']:.2f}x"
-        ratios = f"{one['backward']:>9.2f}x{one['update']:>8.2f}x{step:>12}"
-        lines.append(f"{one['way']:<30}{one['passes']:>7}{one['seconds']:>9.2f}{ratios}")
-    times = {name: record.cell(name).samples.get("total_s", []) for name in PARTS}
-    others = [f"{name} {median(t for t in found if t is not None):.4f} s" for name, found in times.items() if found]
-    return [*lines, f"beside the update: {', '.join(others)}"]
-
-
 def _add_memory(commands: Any) -> None:
-    memory = commands.add_parser("memory", help="peak memory of one group by arm")
-    add_flags(memory, GroupBench, skip=("rounds", "warmup"))
+    memory = commands.add_parser(
+        "memory",
+        help="peak memory of one group by arm",
+        description="Measure what every arm needs beyond the loaded model, its rollout and its gradients: on a GPU by "
+        "torch's allocator, elsewhere by the tensors that are alive.",
+        epilog=MEMORY_EXAMPLE,
+    )
+    add_flags(memory, GroupBench, skip=("rounds", "warmup", "compile"))
     memory.add_argument("--out", type=Path, required=True, help="record to write (JSON)")
 
 
@@ -161,17 +158,17 @@ def measure_memory(arguments: argparse.Namespace) -> Record:
     require_writable(arguments.out)
     record = run_memory_bench(settings)
     record.write(arguments.out)
-    for cell in record.cells:
-        if cell.status == "ok":
-            peak = median(peak for peak in cell.samples["peak_bytes"] if peak is not None)
-            print(f"{cell.name:<24}{peak / 2**20:>10.1f} MiB beyond model and gradients")
-    print(f"wrote {arguments.out}")
+    print("\n".join([*memory_lines(record), f"wrote {arguments.out}"]))
     return record
 
 
 def _add_compare(commands: Any) -> None:
     compared = commands.add_parser(
-        "compare", help="is a run of bench group faster than another?", epilog=COMPARE_EXAMPLE
+        "compare",
+        help="is a run of bench group faster than another?",
+        description="Ratios of median times with intervals, arm by arm, against the noise floor: what timing exact "
+        "twice shows.",
+        epilog=COMPARE_EXAMPLE,
     )
     compared.add_argument("first", type=Path, help="record of the run before")
     compared.add_argument("second", type=Path, help="record of the run after")
@@ -200,21 +197,29 @@ def _add_cost(commands: Any) -> None:
     cost = commands.add_parser(
         "cost",
         help="predict times of a group, an update and a step on 1 to 1024 devices, from counted operations",
+        description="--tflops: reached per device, in 10^12 per second; --bandwidth: of a collective per device, in "
+        "10^9 bytes per second; --overlap: share of the compute time under which communication can hide; --samples: "
+        "per device and pass; --other: reward, optimizer and the like, as a share of exact's rollout and update; "
+        "--measured: records of python -m bench group to hold the model against.",
         epilog=COST_EXAMPLE,
     )
     for owner in (CostStudy, Update, Machine):
-        add_flags(cost, owner, skip=("update", "machine"))
+        add_flags(cost, owner, skip=("update", "machine", "checkpointing"))
+    recompute = "activations are kept, not recomputed in the backward"
+    cost.add_argument(
+        "--no-checkpointing", dest="checkpointing", action="store_false", default=argparse.SUPPRESS, help=recompute
+    )
     cost.add_argument("--out", type=Path, required=True, help="run folder; python -m analysis report makes its page")
 
 
 def time_group(arguments: argparse.Namespace) -> Record:
-    """Time a group and write the record."""
+    """Time a group, write the record, and print its speed-ups."""
     settings = GroupBench(**given(arguments, GroupBench))
     require_writable(arguments.out)
     with tqdm(desc=f"time {settings.backbone}") as bar:
         record = run_group_bench(settings, progress=lambda _: bar.update())
     record.write(arguments.out)
-    print(f"wrote {arguments.out}")
+    print("\n".join([*speed_lines(record), f"wrote {arguments.out}"]))
     return record
 
 
@@ -230,15 +235,12 @@ def predict_cost(arguments: argparse.Namespace) -> Record:
     record = run_cost_study(settings)
     record.write(path)
     print(f"{'scheme':<20}" + "".join(f"{f'{n} devices':>14}" for n in settings.ranks) + "   step, seconds")
-    for name in SCHEMES:
+    for name in schemes(settings.update):
         times = [record.cell(f"{name}/ranks={n}").values["step_s"] for n in settings.ranks]
         print(f"{name:<20}" + "".join(f"{t:>14.2f}" for t in times))
     print(f"\nwrote {path}; its page: python -m analysis report {arguments.out}")
     return record
 
-
-LINES = {"group": speed_lines, "update": step_lines}
-"""What is said of a cell of a preset, by its kind."""
 
 COMMANDS = {
     "run": run_preset,
@@ -261,6 +263,8 @@ def main(argv: list[str] | None = None) -> None:
         else:
             record, title = COMMANDS[arguments.command](arguments), "failed cells"
             failed = [f"{cell.name}: {cell.reason}" for cell in record.cells if cell.status == "failed"]
+    except ImportError as error:
+        top.error(f"{error}: pip install 'jagg-core[bench]'")
     except (ValueError, OSError) as error:
         top.error(str(error))
     if failed:

@@ -12,17 +12,15 @@ import os
 import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, get_args
-
-import torch
+from typing import Any
 
 from bench.children import run_children
 from bench.collective_ranks import work, work_launched
 from bench.findings import findings
-from bench.group import TOLERANCE
+from bench.group import DTYPES
 from bench.layouts import Layout
 from jagg_core.backbones import read_options
-from jagg_core.checks import require_at_least
+from jagg_core.checks import require_at_least, require_one_of
 from jagg_core.records import Cell, Record, command_line
 
 
@@ -57,17 +55,14 @@ class CollectiveBench:
     def __post_init__(self) -> None:
         read_options(self.backbone, self.backbone_options)
         require_at_least(self, window=2, batch=1, rounds=1, ranks=1, timeout=1)
-        if self.layout not in get_args(Layout):
-            raise ValueError(f"layout must be one of {list(get_args(Layout))}, found {self.layout!r}")
+        require_one_of("layout", self.layout, Layout)
         if self.shards is not None and self.layout != "hsdp":
             raise ValueError(f"shards go with the layout hsdp alone, found layout {self.layout!r}")
         if self.shards is not None and not (self.shards >= 1 and self.ranks % self.shards == 0):
             raise ValueError(f"shards must be a divisor of the {self.ranks} ranks, found {self.shards}")
         if self.layout == "hsdp" and self.shards is None and self.ranks % 2:
             raise ValueError(f"ranks must be even under hsdp unless shards are given, found {self.ranks}")
-        if getattr(torch, self.dtype, None) not in TOLERANCE:
-            names = [str(dtype).removeprefix("torch.") for dtype in TOLERANCE]
-            raise ValueError(f"dtype must be one of {names}, found {self.dtype!r}")
+        require_one_of("dtype", self.dtype, DTYPES)
 
     @property
     def shards_per_copy(self) -> int:

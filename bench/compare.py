@@ -12,7 +12,7 @@ from jagg_core.records import Cell, Record, RecordError
 
 Verdict = Literal["faster", "slower", "same", "ambiguous", "missing", "failed"]
 
-ALIKE = ("backbone", "window", "batch", "device", "dtype", "checkpointing", "eta", "steps")
+ALIKE = ("backbone", "window", "batch", "device", "dtype", "checkpointing", "compile", "eta", "steps")
 """Settings that two runs must share to be compared."""
 
 MACHINE = ("processor", "cores", "threads", "cuda_devices")

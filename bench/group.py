@@ -10,10 +10,11 @@ from torch import Tensor
 from torch.utils.benchmark.utils.timer import timer
 
 from bench.arms import Arm, Group, arms_for, run_arm
+from bench.compiling import BACKENDS, compile_blocks, compile_seconds, compiled_graphs, require_graphs, uncompiled
 from bench.rounds import time_in_rounds
 from jagg_core import ClippedSurrogate, DanceSDE, Plan, Trajectory, VelocityPolicy, initial_latents, rollout
 from jagg_core.backbones import Backbone, ScheduleName, check_schedule, load_backbone, read_options, schedule_of
-from jagg_core.checks import require_at_least
+from jagg_core.checks import require_at_least, require_one_of
 from jagg_core.objective import upstream_closed_form
 from jagg_core.records import Cell, Record, command_line, environment, recorded
 from jagg_core.seeding import derive_seed, generator_for
@@ -21,10 +22,16 @@ from jagg_core.seeding import derive_seed, generator_for
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 5e-2}
 """Largest relative error of an arm's gradient against the plain loop of the same plan, by dtype of the network."""
 
+DTYPES = tuple(str(dtype).removeprefix("torch.") for dtype in TOLERANCE)
+"""Of a network that can be verified."""
+
 
 @dataclass(frozen=True)
 class GroupBench:
     """Settings of a run.
+
+    ``guidance``: see `jagg_core.backbones.Backbone.policy`. ``compile``: backend of torch.compile for the transformer's
+    blocks, one of `bench.compiling.BACKENDS`; None runs them as they are.
 
     Raises:
         ValueError: a setting out of range.
@@ -42,6 +49,7 @@ class GroupBench:
     schedule: ScheduleName = "dance"
     guidance: float | None = None
     checkpointing: bool = False
+    compile: str | None = None
     device: str = "cpu"
     dtype: str = "float32"
     seed: int = 0
@@ -53,13 +61,17 @@ class GroupBench:
             raise ValueError(f"window must be at most the {self.steps - 1} trained steps, found {self.window}")
         DanceSDE(self.eta)
         check_schedule(self.schedule, self.steps, self.shift)
-        if getattr(torch, self.dtype, None) not in TOLERANCE:
-            names = [str(dtype).removeprefix("torch.") for dtype in TOLERANCE]
-            raise ValueError(f"dtype must be one of {names}, found {self.dtype!r}")
+        require_one_of("dtype", self.dtype, DTYPES)
+        require_one_of("compile", self.compile, (None, *BACKENDS))
 
 
 def time_arm(arm: Arm, group: Group) -> dict[str, float]:
-    """Seconds of an arm, ``total_s``, and of its phases: of a second call where a clock between them would wait."""
+    """Seconds of an arm, ``total_s``, and of its phases: of a second call where a clock between them would wait.
+
+    So a total waits for the device at its ends alone, however short its kernels are. To every phase of the second call
+    the wait adds what it takes to launch anew, some ten microseconds: nothing beside a pass through a network, which is
+    why phases need no events of the device.
+    """
     clear(group.parameters)
     start = timer()
     phases = run_arm(arm, group, None if group.asynchronous else timer)
@@ -120,20 +132,27 @@ def verify(found: Sequence[Tensor], expected: Sequence[Tensor], dtype: str) -> f
 def run_group_bench(settings: GroupBench, progress: Callable[[str], None] | None = None) -> Record:
     """Verify, then time every arm. Arms take turns in every round; their order is drawn anew each time.
 
-    An arm that fails is recorded as failed and left out of the rounds.
+    An arm's warm-up calls the network with and without a graph as the arm does, so that whatever is compiled or set up
+    at a first call is so before the rounds; ``compile_s`` is what torch.compile took of it. An arm that fails is
+    recorded as failed and left out of the rounds.
     """
     where = environment()
     group = load_group(settings)
     sigmas = group.trajectory.sigmas
     arms = {arm.name: arm for arm in arms_for(sigmas, settings.window, settings.seed)}
     cells: list[Cell] = []
+    graphs = compiled_graphs()
     for arm in arms.values():
         with recorded(cells, arm.name, upstream=arm.upstream, backward=arm.backward) as cell:
-            expected = plain_gradient(group.policy, group.parameters, group.trajectory, group.upstream, arm.amounts_to)
+            plan, before = arm.amounts_to, compile_seconds()
+            with uncompiled(settings.compile):
+                expected = plain_gradient(group.policy, group.parameters, group.trajectory, group.upstream, plan)
             for _ in range(settings.warmup):
                 time_arm(arm, group)
+            require_graphs(settings.compile, graphs)
             error = verify(gradient(group.parameters), expected, settings.dtype)
-            cell.values = {"relative_error": error, "passes": arm.amounts_to.passes}
+            compiling = compile_seconds() - before
+            cell.values = {"relative_error": error, "passes": plan.passes, "compile_s": compiling}
         if progress is not None:
             progress(f"verified {arm.name}")
     time_in_rounds(cells, lambda name: time_arm(arms[name], group), settings.rounds, settings.seed, progress)
@@ -154,6 +173,7 @@ def load_group(settings: GroupBench) -> Group:
     """Load the backbone; its rollout's first group, and advantages."""
     backbone = load(settings)
     policy, trajectory, advantages = workload(settings, backbone)
+    compile_blocks(backbone, settings.compile)
     trajectory = trajectory.select(range(settings.window))
     parameters = [p for p in backbone.transformer.parameters() if p.requires_grad]
     objective = ClippedSurrogate()
@@ -162,9 +182,12 @@ def load_group(settings: GroupBench) -> Group:
 
 
 def load(settings: GroupBench) -> Backbone:
-    """The backbone, with gradient checkpointing if asked for."""
+    """The backbone, with gradient checkpointing if asked for. Its GPU becomes the one that the timer waits for."""
     options = read_options(settings.backbone, settings.backbone_options)
     backbone = load_backbone(settings.backbone, settings.device, getattr(torch, settings.dtype), **options)
+    device = torch.device(settings.device)
+    if device.type == "cuda" and device.index is not None:
+        torch.cuda.set_device(device)
     if settings.checkpointing:
         backbone.enable_gradient_checkpointing()
     return backbone

@@ -1,9 +1,10 @@
-"""Peak memory of one group by arm: on a GPU each in a process of its own, on the CPU all in a fresh one."""
+"""Peak memory of one group by arm, in a fresh process."""
 
 from __future__ import annotations
 
 import gc
 import tempfile
+import time
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
@@ -18,38 +19,46 @@ from torch.utils._pytree import tree_leaves
 from bench.arms import arms_for, run_arm
 from bench.children import run_children
 from bench.group import GroupBench, load_group
-from jagg_core.records import Cell, Record, command_line, read_json, recorded, write_json
+from jagg_core.records import Cell, Record, command_line, read_json, write_json
 
 REPEATS = {"cuda": 3, "cpu": 1}
-"""Measured runs of an arm in its process. Tensors alive on a CPU are counted: every run gives the same."""
+"""Measured runs of an arm. Where tensors alive are counted, as on a CPU, every run gives the same."""
+
+LOADED = "loaded"
+"""File by which a process says that its group is there: what fails before fails for every arm."""
 
 LEFT_OUT = ("exact-again", "exact-bare", "prototype", "subsample")
 """Arms that are there to time the others against; they hold what exact, or closed-form-sequential, holds."""
 
 
 def run_memory_bench(settings: GroupBench, arms: Sequence[str] | None = None, timeout: float = 600) -> Record:
-    """Measure ``arms`` of ``python -m bench group`` (None: all). An arm that fails or hangs is recorded as failed.
+    """Measure ``arms`` of ``python -m bench group`` (None: all) within ``timeout`` seconds.
 
-    A cell's ``peak_bytes`` is what was needed beyond the loaded model, its rollout and its gradients: activations of
-    the graphs held at a time, mostly. On a GPU it is what torch's allocator gave, on the CPU the tensors alive.
+    An arm that fails or hangs is recorded as failed; those after it are measured in another process. A cell's
+    ``peak_bytes`` is what was needed beyond the loaded model, its rollout and its gradients: activations of the graphs
+    held at a time, mostly. On a GPU it is what torch's allocator gave, on the CPU the tensors alive.
+
+    Raises:
+        ValueError: compiled blocks, in which tensors are not seen.
     """
-    names = arm_names(settings.window) if arms is None else list(arms)
-    # an allocator remembers the arms before; tensors that are counted do not, and importing takes longer than an arm
-    together = [[name] for name in names] if settings.device.startswith("cuda") else [names]
+    if settings.compile is not None:
+        raise ValueError(f"compile must be None where memory is measured, found {settings.compile!r}")
+    left = arm_names(settings.window) if arms is None else list(arms)
     cells: list[Cell] = []
-    for some in together:
-        with tempfile.TemporaryDirectory() as folder:
+    started = time.monotonic()
+    with tempfile.TemporaryDirectory() as folder:
+        while left:
             failure: Exception | None = None
             try:
-                run_children(measure, (settings, some, folder), 1, timeout)
+                run_children(measure, (settings, left, folder), 1, timeout, started)
             except Exception as error:  # of a child that died, hung or ran out of memory
                 failure = error
-            for name in some:
-                with recorded(cells, name) as cell:
-                    found = Path(folder) / f"{name}.json"
-                    if failure is not None and not found.exists():
-                        raise failure
-                    cell.samples = {"peak_bytes": read_json(found)}
+            while left and (found := Path(folder) / f"{left[0]}.json").exists():
+                cells.append(Cell(left.pop(0), samples={"peak_bytes": read_json(found)}))
+            ended = isinstance(failure, TimeoutError) or not (Path(folder) / LOADED).exists()
+            for name in left[: None if ended else 1]:
+                cells.append(Cell(name, "failed", f"{type(failure).__name__}: {str(failure).strip()}"))
+                left.remove(name)
     return Record(
         "memory", command_line(), settings.backbone, asdict(settings), {"rollout": [settings.seed]}, cells=cells
     )
@@ -64,12 +73,13 @@ def arm_names(window: int) -> list[str]:
 def measure(number: int, settings: GroupBench, names: Sequence[str], folder: str) -> None:
     """Measure some arms in this process, and write what was found to ``folder/NAME.json``."""
     group = load_group(settings)
+    (Path(folder) / LOADED).touch()
     arms = {arm.name: arm for arm in arms_for(group.trajectory.sigmas, settings.window, settings.seed)}
     device = group.trajectory.latents.device
     for name in names:
         run = partial(run_arm, arms[name], group)
         run()  # gradients are allocated, and libraries set up
-        peaks = [_peak_of(run, device) for _ in range(REPEATS[device.type])]
+        peaks = [_peak_of(run, device) for _ in range(REPEATS.get(device.type, REPEATS["cpu"]))]
         write_json(Path(folder) / f"{name}.json", peaks)
 
 
@@ -81,6 +91,7 @@ def _peak_of(run: Callable[[], object], device: torch.device) -> int:
             run()
         return live.peak
     torch.cuda.synchronize(device)
+    torch.cuda.empty_cache()  # blocks of the arms before are larger than asked for
     torch.cuda.reset_peak_memory_stats(device)
     held = torch.cuda.memory_allocated(device)
     run()

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
 
 import torch
 
+from bench.compiling import compiled_graphs
 from jagg_core.records import Cell
 from jagg_core.seeding import generator_for
 
@@ -28,10 +28,10 @@ def time_in_rounds(
     order = generator_for(seed, "arm order")
     for number in range(rounds):
         for index in torch.randperm(len(timed), generator=order).tolist():
-            before = _compiled_graphs()
+            before = compiled_graphs()
             for name, seconds in execute(timed[index].name).items():
                 timed[index].samples.setdefault(name, []).append(seconds)
-            compiled[index] += _compiled_graphs() - before
+            compiled[index] += compiled_graphs() - before
         if progress is not None:
             progress(f"round {number + 1}")
     for index, graphs in compiled.items():
@@ -39,9 +39,3 @@ def time_in_rounds(
             cell = timed[index]
             cell.status, cell.reason = "failed", f"torch.compile made graphs after the warm-up, {graphs} in all"
             cell.samples, cell.values = {}, {}
-
-
-def _compiled_graphs() -> int:
-    """Graphs that torch.compile made so far."""
-    dynamo = sys.modules.get("torch._dynamo.utils")  # absent until something is compiled
-    return 0 if dynamo is None else int(dynamo.counters["stats"]["unique_graphs"])

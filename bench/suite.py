@@ -89,8 +89,14 @@ def _full_size(backbone: str, options: Sequence[str]) -> dict[str, Any]:
 
 
 def _full_size_group(backbone: str, options: Sequence[str]) -> list[Planned]:
-    """Time and memory of a group, W = 5."""
-    settings = GroupBench(window=5, rounds=5, **_full_size(backbone, options))
+    """Time and memory of a group, W = 5.
+
+    In the units of `_full_size_update` the arms of a round are 104 F, twice because phases are of a call of their own,
+    as are those of the warm-up; verifying them is 96 F beside a rollout of 21 F. With 3 rounds that is about 950 F, and
+    the arms of memory, run four times each, 250 F: 45 PFLOP for Flux, 42 for Qwen-Image. Both models, which ``h200``
+    has, take 3.6 minutes at 400 TFLOP/s, 6 at 240, and each is loaded twice before.
+    """
+    settings = GroupBench(window=5, rounds=3, **_full_size(backbone, options))
     return [Planned("group", settings), Planned("memory", settings)]
 
 
@@ -146,8 +152,8 @@ def run_suite(preset: str, out: Path, timeout: float = 900, progress: Callable[[
     """Measure every cell of a preset, and write its record beside ``out/record.json``, which lists them all.
 
     A cell that is skipped says what it needs; one that fails has its error; both leave the others alone. A run that is
-    killed has the records of the cells that were done, and names the others. ``timeout``: seconds that each process of
-    a cell may take.
+    killed has the records of the cells that were done, and names the others. ``timeout``: seconds that each cell may
+    take.
 
     Raises:
         ValueError: unknown preset.

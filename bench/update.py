@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.benchmark.utils.timer import timer
 
+from bench.compiling import compile_blocks, compile_seconds, compiled_graphs, require_graphs, uncompiled
 from bench.group import GroupBench, clear, gradient, load, plain_gradient, prompts_of, verify, workload
 from bench.rounds import time_in_rounds
 from jagg_core import (
@@ -110,26 +111,32 @@ def paper_parts(sigmas: Tensor, window: int, jagg_frac: float) -> list[Part]:
 def run_update_bench(settings: UpdateBench, progress: Callable[[str], None] | None = None) -> Record:
     """Verify every way's gradient against a plain loop over its plan, then time them and the other parts, interleaved.
 
-    A way or part that fails is recorded as failed and left out of the rounds.
+    A way or part that fails is recorded as failed and left out of the rounds. ``compile_s``: see `run_group_bench`.
     """
     where = environment()
     backbone = load(settings)
     reward = _reward(settings, backbone)
     policy, trajectory, advantages = workload(settings, backbone)
+    compile_blocks(backbone, settings.compile)
     sigmas = schedule_of(backbone, settings.schedule, settings.steps, settings.shift)
     objective = ClippedSurrogate()
     parameters = [p for p in backbone.transformer.parameters() if p.requires_grad]
     upstream = [upstream_closed_form(objective, trajectory, j, advantages).gradient for j in range(trajectory.steps)]
     runs: dict[str, Callable[[], object]] = {}
     cells: list[Cell] = []
+    graphs = compiled_graphs()
     for way in ways(trajectory, settings):
         runs[way.name] = _runner(way, policy, trajectory, advantages)
         with recorded(cells, way.name) as cell:
-            expected = plain_gradient(policy, parameters, trajectory, upstream, way.plan)
+            before = compile_seconds()
+            with uncompiled(settings.compile):
+                expected = plain_gradient(policy, parameters, trajectory, upstream, way.plan)
             clear(parameters)
             runs[way.name]()
+            require_graphs(settings.compile, graphs)
             error = verify(gradient(parameters), expected, settings.dtype)
-            cell.values = {"relative_error": error, "passes": way.plan.passes}
+            compiling = compile_seconds() - before
+            cell.values = {"relative_error": error, "passes": way.plan.passes, "compile_s": compiling}
         if progress is not None:
             progress(f"verified {way.name}")
     optimizer = Optimizer(parameters, gradient(parameters))
@@ -150,8 +157,10 @@ def run_update_bench(settings: UpdateBench, progress: Callable[[str], None] | No
         if name == "reward" and read_options(settings.backbone, settings.backbone_options).get("random_weights"):
             cells.append(Cell(name, "skipped", "a model with random weights has no decoder"))
             continue
-        with recorded(cells, name, **said.get(name, {})):
+        with recorded(cells, name, **said.get(name, {})) as cell:
+            before = compile_seconds()
             execute(name)
+            cell.values = {"compile_s": compile_seconds() - before}
     time_in_rounds(cells, execute, settings.rounds, settings.seed, progress)
     clear(parameters)
     return Record(

@@ -29,13 +29,14 @@ ARMS = [arm.name for arm in arms_for(dance_schedule(21)[:WINDOW], WINDOW)]
 class FakeDevice:
     """Runs what is enqueued one after the other, in its own time; its timer waits for it."""
 
-    def __init__(self) -> None:
+    def __init__(self, enqueue: float = ENQUEUE, run: float = RUN) -> None:
+        self.enqueue_s, self.run_s = enqueue, run
         self.host = self.done = 0.0
         self.events: list[str] = []
 
     def enqueue(self) -> None:
-        self.host += ENQUEUE
-        self.done = max(self.host, self.done) + RUN
+        self.host += self.enqueue_s
+        self.done = max(self.host, self.done) + self.run_s
         self.events.append("run")
 
     def timer(self) -> float:
@@ -70,8 +71,8 @@ def device(monkeypatch: pytest.MonkeyPatch) -> FakeDevice:
     return found
 
 
-def on_device(stub: str, device: FakeDevice) -> Group:
-    work = load_group(GroupBench(stub, batch=2, window=WINDOW, steps=8))
+def on_device(stub: str, device: FakeDevice, window: int = WINDOW) -> Group:
+    work = load_group(GroupBench(stub, batch=2, window=window, steps=2 * window))
     return replace(work, policy=OnDevice(work.policy, device))
 
 
@@ -99,6 +100,30 @@ def test_a_total_waits_for_the_device_at_its_ends_only(
     assert device.events.count("run") == 2 * runs
     if name != "exact-bare":
         assert runs * RUN < found["forward_s"] + found["backward_s"] <= 1.0001 * runs * (ENQUEUE + RUN)
+
+
+def test_short_kernels_are_not_inflated(stub: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """200 of 50 microseconds. Waits between them make phases longer by a launch each, and leave the total alone."""
+    device = FakeDevice(enqueue=1e-5, run=5e-5)
+    monkeypatch.setattr(group, "timer", device.timer)
+    monkeypatch.setattr(Group, "asynchronous", True)
+    work = on_device(stub, device, window=100)
+    [exact] = [arm for arm in arms_for(work.trajectory.sigmas, 100) if arm.name == "exact"]
+    found = time_arm(exact, work)
+    assert device.events.count("run") == 2 * 200
+    assert found["total_s"] == pytest.approx(0.01, rel=0.01)
+    assert found["forward_s"] + found["backward_s"] == pytest.approx(200 * (1e-5 + 5e-5))
+
+
+def test_the_timer_waits_for_the_gpu_that_was_asked_for(stub: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's timer waits for the current one."""
+    current: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "set_device", current.append)
+    load = group.load_backbone
+    monkeypatch.setattr(group, "load_backbone", lambda name, device, dtype: load(name, "cpu", dtype))
+    for device in ("cpu", "cuda", "cuda:1"):
+        group.load(GroupBench(stub, device=device))
+    assert current == [torch.device("cuda", 1)]
 
 
 @pytest.mark.parametrize("name", ARMS)

@@ -164,7 +164,9 @@ def test_the_command_says_what_failed_and_still_writes(
     with pytest.raises(SystemExit) as caught:
         main(["group", *arguments, "--out", str(tmp_path / "s.json")])
     assert caught.value.code == 1
-    said = capsys.readouterr().err
+    printed = capsys.readouterr()
+    assert "exact" in printed.out and "1.00x" in printed.out and "exact-batched" not in printed.out
+    said = printed.err
     assert "exact-batched: ArithmeticError" in said
     assert "closed-form-batched: ArithmeticError" in said
     assert "paper-joint" not in said
@@ -257,6 +259,7 @@ BAD: list[tuple[str, Any, str]] = [
     ("eta", 0.0, "eta of DanceSDE must be positive, found 0.0"),
     ("eta", float("nan"), "eta of DanceSDE must be positive, found nan"),
     ("shift", -1.0, "shift must be positive, found -1.0"),
+    ("compile", "gcc", r"compile must be one of \[None, 'inductor', .*found 'gcc'"),
     ("dtype", "nonsense", "dtype must be one of .*'bfloat16'.*found 'nonsense'"),
     ("dtype", "int64", "dtype must be one of .*found 'int64'"),
     ("dtype", "nn", "dtype must be one of .*found 'nn'"),

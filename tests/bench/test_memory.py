@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 
@@ -63,15 +64,22 @@ def test_live_bytes() -> None:
 
 
 def test_an_arm_that_fails_is_recorded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    record = run_memory_bench(GroupBench(backbone="tests.bench.wide:broken"), ["exact"])
-    assert record.cell("exact").status == "failed"
-    assert "no room for this model" in (record.cell("exact").reason or "")
+    """Before the group is there, for every arm at once."""
+    record = run_memory_bench(GroupBench(backbone="tests.bench.wide:broken"), ["exact", "paper-joint"])
+    assert [cell.status for cell in record.cells] == ["failed"] * 2
+    assert all("no room for this model" in (cell.reason or "") for cell in record.cells)
 
 
-def test_arms_before_the_one_that_ends_the_process_are_kept() -> None:
+def test_arms_around_the_one_that_ends_the_process_are_measured() -> None:
     record = run_memory_bench(SETTINGS, ["exact", "no-such-arm", "paper-joint"])
-    assert [cell.status for cell in record.cells] == ["ok", "failed", "failed"]
+    assert [cell.name for cell in record.cells] == ["exact", "no-such-arm", "paper-joint"]
+    assert [cell.status for cell in record.cells] == ["ok", "failed", "ok"]
     assert "no-such-arm" in (record.cells[1].reason or "")
+
+
+def test_compiled_blocks_are_refused() -> None:
+    with pytest.raises(ValueError, match="compile must be None where memory is measured, found 'eager'"):
+        run_memory_bench(replace(SETTINGS, compile="eager"))
 
 
 def test_an_arm_does_not_see_those_before_it(peaks: dict[str, float]) -> None:
@@ -80,8 +88,8 @@ def test_an_arm_does_not_see_those_before_it(peaks: dict[str, float]) -> None:
 
 
 def test_an_arm_that_hangs_is_recorded() -> None:
-    record = run_memory_bench(SETTINGS, ["exact"], timeout=0.1)
-    assert "TimeoutError: not done after 0.1 s" in (record.cell("exact").reason or "")
+    record = run_memory_bench(SETTINGS, ["exact", "paper-joint"], timeout=0.1)
+    assert [cell.reason for cell in record.cells] == ["TimeoutError: not done after 0.1 s (setting timeout)"] * 2
 
 
 def test_arms_that_differ_in_memory() -> None:

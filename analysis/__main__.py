@@ -20,7 +20,11 @@ from jagg_core.flags import add_flags, given
 from jagg_core.records import Record, RecordError, require_writable, write_json
 
 CHECKOUT = Path(__file__).resolve().parent.parent
+AS_IT_IS = argparse.RawDescriptionHelpFormatter
+"""Examples are not broken at their dashes, so that they can be pasted."""
+
 REPORT_EXAMPLE = "example: python -m analysis report results/photos-flux"
+MANIFEST_EXAMPLE = "example: python -m analysis manifest results/reference"
 CURVES_EXAMPLE = (
     "example: python -m analysis curves --backbone digits-flux --reward classifier+10*ink --watched sharpness "
     "--calibration results/reference/digits-flux-calibration/calibration-eta0.7.json --out results/digits-curves"
@@ -57,23 +61,35 @@ COMMANDS: dict[str, tuple[type[Study], Callable[[Any, Path], Record], str, str]]
 def parser() -> argparse.ArgumentParser:
     """The command line."""
     top = argparse.ArgumentParser(
-        prog="python -m analysis", description="What the approximations keep, by measurement."
+        prog="python -m analysis",
+        description="What the approximations keep, by measurement.",
+        epilog="example: python -m analysis calibrate --backbone digits-flux --reward ink",
+        formatter_class=AS_IT_IS,
     )
     commands = top.add_subparsers(dest="command", required=True)
     for name, (kind, _, ending, about) in COMMANDS.items():
         example = f"example: python -m analysis {name} --backbone photos-flux --etas 0.7 --out results/photos{ending}"
-        command = commands.add_parser(name, help=about, epilog=example)
+        command = commands.add_parser(name, help=about, epilog=example, formatter_class=AS_IT_IS)
         add_flags(command, kind, skip=["recipe"])
         add_flags(command, Recipe)
         command.add_argument("--quick", action="store_true", help="a smoke run: every part, few rollouts")
         command.add_argument("--out", type=Path, default=None, help=f"run folder, default results/BACKBONE{ending}")
-    command = commands.add_parser("curves", help="train by every estimator in lockstep", epilog=CURVES_EXAMPLE)
+    command = commands.add_parser(
+        "curves", help="train by every estimator in lockstep", epilog=CURVES_EXAMPLE, formatter_class=AS_IT_IS
+    )
     add_flags(command, Curves)
     command.add_argument("--out", type=Path, default=None, help="run folder, default results/BACKBONE-curves")
-    listed = commands.add_parser("manifest", help="list the records below a folder, their commands and inputs")
-    listed.add_argument("root", type=Path, nargs="?", default=Path("results/reference"))
+    listed = commands.add_parser(
+        "manifest",
+        help="list the records below a folder, their commands and inputs",
+        epilog=MANIFEST_EXAMPLE,
+        formatter_class=AS_IT_IS,
+    )
+    listed.add_argument("root", type=Path, nargs="?", default=Path("results/reference"), help="default %(default)s")
     listed.add_argument("--rerun", action="store_true", help="first make every record anew, which takes hours")
-    report = commands.add_parser("report", help="rebuild tables, figures and page of a run", epilog=REPORT_EXAMPLE)
+    report = commands.add_parser(
+        "report", help="rebuild tables, figures and page of a run", epilog=REPORT_EXAMPLE, formatter_class=AS_IT_IS
+    )
     report.add_argument("run", type=Path, help="run folder")
     return top
 

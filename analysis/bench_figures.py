@@ -10,7 +10,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from analysis.figures import ARM_LABELS, style
+from analysis.figures import arm_label, legend_below, style
 
 COLUMNS = 2
 """Panels beside each other."""
@@ -29,7 +29,7 @@ def _grid(tables: Mapping[str, pd.DataFrame], row_height: float) -> tuple[Figure
     columns = min(COLUMNS, len(tables))
     rows = math.ceil(len(tables) / columns)
     height = max(len(table) for table in tables.values()) * row_height + 1.0
-    figure = Figure(figsize=(6.4 * columns, height * rows), layout="constrained")
+    figure = Figure(figsize=(5.2 * columns, height * rows), layout="constrained")
     panels = list(figure.subplots(rows, columns, squeeze=False).flat)
     for unused in panels[len(tables) :]:
         unused.set_visible(False)
@@ -56,7 +56,7 @@ def speed_up_intervals(tables: Mapping[str, pd.DataFrame]) -> Figure:
             axes.axvline(1, color="black", linewidth=0.8)
             axes.set_xlim(min(0.95, low.min(), value.min()) * 0.95, max(1.1, high.max(), value.max()) * 1.12)
             axes.set_ylim(-0.6, len(part) - 0.4)
-            axes.set_yticks(part.index, [ARM_LABELS.get(arm, arm) for arm in part["arm"]])
+            axes.set_yticks(part.index, part["arm"].map(arm_label))
             axes.set_xlabel("speed-up over exact (grey: exact timed again)")
     return figure
 
@@ -77,9 +77,7 @@ def step_bars(tables: Mapping[str, pd.DataFrame]) -> Figure:
                 ratio = part["step_speed_up"][row]
                 axes.text(total, row, "" if pd.isna(ratio) else f" {ratio:.2f}x", va="center", fontsize=8)
             axes.set_xlim(0, left.max() * 1.15)
-            axes.set_yticks(part.index, [ARM_LABELS.get(way, way) for way in part["way"]])
+            axes.set_yticks(part.index, part["way"].map(arm_label))
             axes.set_xlabel("seconds of a training step (sums of medians)")
-        known = [axes.get_legend_handles_labels() for axes in panels.values()]
-        legend = {label: bar for bars, labels in known for bar, label in zip(bars, labels, strict=True)}
-        figure.legend(legend.values(), legend, fontsize=7, ncols=len(STEP_PARTS), loc="outside lower center")
+        legend_below(figure, len(STEP_PARTS))
     return figure

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pandas as pd
 from matplotlib.figure import Figure
@@ -15,7 +14,7 @@ from analysis.bench_printable import printable
 from analysis.bench_run import BROKEN, Measured, read_run
 from analysis.bench_tables import AROUND
 from analysis.cost import PUBLISHED
-from analysis.figures import ARM_LABELS
+from analysis.figures import arm_label
 from analysis.page import render, write_tables_and_figures
 from analysis.printable import interval_text
 from jagg_core.records import Record, read_json, write_atomically
@@ -81,7 +80,7 @@ def _update_sentence(table: pd.DataFrame) -> str:
         told.append(f"the paper's scheme is {speed_ups(row)}")
     if len(rows):
         fastest = rows.loc[rows["update_s"].idxmin()]
-        told.append(f"the fastest, '{_label(fastest['way'])}', is {speed_ups(fastest)}")
+        told.append(f"the fastest, '{arm_label(fastest['way'])}', is {speed_ups(fastest)}")
     parts = [part for part in AROUND if f"{part}_s" in table]
     return "; ".join([*told, f"a step is here {' + '.join([*parts, 'update'])}"])
 
@@ -89,7 +88,7 @@ def _update_sentence(table: pd.DataFrame) -> str:
 def _group_sentence(table: pd.DataFrame) -> str:
     rows, told = table.set_index("arm"), []
     for arm in [arm for arm in HEADLINE if arm in rows.index]:
-        told.append(f"{_label(arm)} is {interval_text(rows.loc[arm], 'speed_up', 2)} times as fast as exact")
+        told.append(f"{arm_label(arm)} is {interval_text(rows.loc[arm], 'speed_up', 2)} times as fast as exact")
     if "exact-again" in rows.index:
         again = rows.loc["exact-again"]
         # the further end of the interval, as python -m bench compare has it
@@ -101,7 +100,7 @@ def _group_sentence(table: pd.DataFrame) -> str:
 
 def _memory_sentence(table: pd.DataFrame) -> str:
     rows = table[table["ratio"].notna() & table["arm"].isin(HEADLINE)]
-    told = [f"{_label(row['arm'])} {row['ratio']:.2f}" for _, row in rows.iterrows()]
+    told = [f"{arm_label(row['arm'])} {row['ratio']:.2f}" for _, row in rows.iterrows()]
     return _listed("peak memory over exact's: ", told) or "there is nothing to compare with exact"
 
 
@@ -125,10 +124,6 @@ def _paper_sentences(paper: pd.DataFrame) -> list[str]:
 def without_prediction(paper: pd.DataFrame) -> list[str]:
     """Backbones of published figures for which the folder holds no prediction."""
     return list(dict.fromkeys(paper.loc[paper["predicted"].isna(), "backbone"].dropna()))
-
-
-def _label(arm: Any) -> str:
-    return ARM_LABELS.get(arm, str(arm))
 
 
 def write_bench_report(run: Path, record: Record) -> tuple[Path, dict[str, pd.DataFrame], list[str]]:

@@ -9,7 +9,7 @@ import pandas as pd
 
 from analysis.bench_run import BROKEN, Measured
 from analysis.bench_tables import AROUND
-from analysis.figures import ARM_LABELS
+from analysis.figures import arm_label
 from analysis.printable import interval_text
 
 PHASES = ("total", "forward", "upstream", "backward")
@@ -58,7 +58,7 @@ def _share(row: pd.Series) -> str:
 
 
 def _group(table: pd.DataFrame) -> pd.DataFrame:
-    columns: dict[str, Any] = {"arm": _labels(table["arm"]), "passes": table["passes"]}
+    columns: dict[str, Any] = {"arm": table["arm"].map(arm_label), "passes": table["passes"]}
     columns |= {f"{phase}, ms": _numbers(table[f"{phase}_s"] * 1000, "{:.1f}") for phase in PHASES}
     columns["speed-up"] = _intervals(table, "speed_up")
     if table["predicted_s"].notna().any():
@@ -70,12 +70,12 @@ def _group(table: pd.DataFrame) -> pd.DataFrame:
 def _memory(table: pd.DataFrame) -> pd.DataFrame:
     ratio = _numbers(table["ratio"], "{:.2f}")
     return pd.DataFrame(
-        {"arm": _labels(table["arm"]), "peak, MiB": _numbers(table["peak_mib"], "{:.1f}"), "over exact": ratio}
+        {"arm": table["arm"].map(arm_label), "peak, MiB": _numbers(table["peak_mib"], "{:.1f}"), "over exact": ratio}
     )
 
 
 def _collectives(table: pd.DataFrame) -> pd.DataFrame:
-    columns: dict[str, Any] = {"arm": _labels(table["arm"])}
+    columns: dict[str, Any] = {"arm": table["arm"].map(arm_label)}
     for name in table.columns:
         if name.endswith("s_per_unit"):
             title = name.removesuffix("_per_unit").replace("_", "-")
@@ -88,7 +88,7 @@ def _collectives(table: pd.DataFrame) -> pd.DataFrame:
 
 
 def _update(table: pd.DataFrame) -> pd.DataFrame:
-    columns: dict[str, Any] = {"way": _labels(table["way"]), "passes": table["passes"]}
+    columns: dict[str, Any] = {"way": table["way"].map(arm_label), "passes": table["passes"]}
     columns["update, s"] = _numbers(table["update_s"], "{:.3g}")
     columns |= {f"{part}, s": _numbers(table[f"{part}_s"], "{:.3g}") for part in AROUND if f"{part}_s" in table}
     columns["backward passes"] = _numbers(table["backward_speed_up"], "{:.2f}x")
@@ -104,10 +104,6 @@ SHORT: dict[str, Callable[[pd.DataFrame], pd.DataFrame]] = {
     "update": _update,
 }
 """By kind of cell."""
-
-
-def _labels(names: pd.Series) -> pd.Series:
-    return names.map(lambda name: ARM_LABELS.get(name, name))
 
 
 def _numbers(column: pd.Series, form: str) -> pd.Series:

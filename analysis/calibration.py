@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import shlex
 from collections.abc import Mapping
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import pandas as pd
@@ -140,6 +143,34 @@ def recommended(record: Record, eta: float, frames: Frames) -> dict[str, Any]:
         cell = None if estimator is None else record.cell(f"eta={eta:g}/signal/per prompt/{estimator}")
         found[f"signal loss <= {target:g}"] = {"text": text} | ({} if cell is None else _plan_of(cell))
     return found
+
+
+def lines_to_paste(record: Record, eta: float, found: Mapping[str, Any], file: Path) -> list[str]:
+    """Every plan of `recommended`, equal ones once: a training command with it, and the same in Python.
+
+    ``file`` is the calibration that holds the plans.
+    """
+    targets: dict[tuple[int, bool], list[str]] = {}
+    for target, plan in found.items():
+        if "passes" in plan:
+            targets.setdefault((plan["passes"], plan["predict"]), []).append(target)
+    recipe = record.settings["recipe"]
+    shared = ["--model.backbone", record.backbone, "--reward.name", record.settings["reward"]]
+    for flag, name in (("--model.options", "backbone_options"), ("--reward.options", "reward_options")):
+        if record.settings.get(name):
+            shared += [flag, json.dumps(record.settings[name])]
+    if recipe["guidance"] is not None:
+        shared += ["--model.guidance", f"{recipe['guidance']:g}"]
+    shared += ["--rollout.steps", str(recipe["steps"]), "--rollout.eta", f"{eta:g}", "--rollout.trained", "all"]
+    shared += ["--rollout.schedule", recipe.get("schedule", "dance"), "--rollout.shift", f"{recipe['shift']:g}"]
+    lines = []
+    for (passes, predict), reached in targets.items():
+        plan = ["--plan.estimator", "causal", "--plan.passes", str(passes), "--plan.predict", str(predict).lower()]
+        command = ["python", "-m", "jagg_core", "train", *shared, *plan, "--plan.calibration", file.as_posix()]
+        command += ["--out", f"runs/{record.backbone.replace(':', '-')}"]
+        call = f"Plan.from_calibration({file.as_posix()!r}, passes={passes}, predict={predict}, trajectory=trajectory)"
+        lines += [f"# eta {eta:g}, {' and '.join(reached)}", shlex.join(command), call]
+    return lines
 
 
 def fewest_passes(record: Record, eta: float, target: float, families: tuple[str, ...] = ("causal",)) -> Cell | None:

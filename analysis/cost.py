@@ -25,7 +25,11 @@ TOLERATED = 0.03
 
 
 def costs(record: Record) -> pd.DataFrame:
-    """Predicted seconds and speed-ups, one row per scheme and number of devices."""
+    """Predicted seconds and speed-ups, one row per scheme and number of devices.
+
+    Raises:
+        RecordError: no predictions in it.
+    """
     rows: list[dict[str, Any]] = [
         cell.settings | cell.values for cell in record.cells if cell.status == "ok" and "scheme" in cell.settings
     ]

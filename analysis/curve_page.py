@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import pandas as pd
@@ -9,7 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from analysis import curve_tables
-from analysis.figures import style
+from analysis.figures import legend_below, style
 from analysis.page import render, write_tables_and_figures
 from jagg_core.records import Record, write_atomically
 
@@ -25,6 +26,9 @@ LOOKS: dict[str, tuple[str, str, str]] = {
 }
 """Colour, marker and line of each arm."""
 
+COLUMNS = 2
+"""Panels beside each other."""
+
 LABELS = {
     "exact": "exact, step by step",
     "paper-0.6": "JAGG (paper), W = 4, first 0.6 of the groups",
@@ -38,14 +42,15 @@ LABELS = {
 
 
 def _draw(axes: Axes, evaluated: pd.DataFrame, scale: dict[str, float]) -> None:
-    """Mean over seeds of every arm, with the range of its seeds; ``scale``: what an update is on the x axis."""
+    """Mean over seeds of every arm, exact's with the range of its seeds; ``scale``: what an update is on the x axis."""
     for arm, part in evaluated.groupby("arm", sort=False):
         colour, marker, line = LOOKS[str(arm)]
         by = part.groupby("after")["value"]
         mean = by.mean()
         x = mean.index.to_numpy() * scale[str(arm)]
         axes.plot(x, mean, color=colour, marker=marker, linestyle=line, markersize=4, label=LABELS[str(arm)])
-        axes.fill_between(x, by.min(), by.max(), color=colour, alpha=0.1)
+        if arm == "exact":  # the others' would hide it
+            axes.fill_between(x, by.min(), by.max(), color=colour, alpha=0.15, linewidth=0)
 
 
 def curves_figure(record: Record, frames: dict[str, pd.DataFrame]) -> Figure:
@@ -55,17 +60,19 @@ def curves_figure(record: Record, frames: dict[str, pd.DataFrame]) -> Figure:
     one = dict.fromkeys(arms.index, 1.0)
     time = {str(arm): 1 / float(value) for arm, value in arms["step_speed_up"].items()}
     with style():
-        figure = Figure(figsize=(4.2 * (2 + len(watched)), 4.2), layout="constrained")
-        panels = figure.subplots(1, 2 + len(watched), squeeze=False)[0]
+        rows = math.ceil((2 + len(watched)) / COLUMNS)
+        figure = Figure(figsize=(3.6 * COLUMNS, 2.8 * rows), layout="constrained")
+        panels = list(figure.subplots(rows, COLUMNS, squeeze=False).flat)
         _draw(panels[0], evaluated[evaluated["reward"] == trained], one)
         panels[0].set(xlabel="updates", ylabel=f"held-out {trained}", title="trained reward")
         _draw(panels[1], evaluated[evaluated["reward"] == trained], time)
         panels[1].set(xlabel="time, in training steps of exact", ylabel=f"held-out {trained}", title="trained reward")
-        for axes, name in zip(panels[2:], watched, strict=True):
+        for unused in panels[2 + len(watched) :]:
+            unused.set_visible(False)
+        for axes, name in zip(panels[2:], watched, strict=False):
             _draw(axes, evaluated[evaluated["reward"] == name], one)
             axes.set(xlabel="updates", ylabel=f"held-out {name}", title=f"watched: {name}")
-        handles, labels = panels[0].get_legend_handles_labels()
-        figure.legend(handles, labels, loc="outside lower center", ncols=4)
+        legend_below(figure, COLUMNS)
     return figure
 
 

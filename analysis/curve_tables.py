@@ -101,6 +101,8 @@ def arms(record: Record, table: pd.DataFrame, evaluated: pd.DataFrame) -> pd.Dat
     rows = []
     for arm in dict.fromkeys(table["arm"]):
         seeds = sorted(set(final.loc[arm].index) & set(final.loc["exact"].index))
+        if not seeds:
+            continue  # nothing to pair it with
         ours, exact = final.loc[arm].loc[seeds], final.loc["exact"].loc[seeds]
         said, mean, low, high = verdict(list(ours[trained]), list(exact[trained]))
         curve = curves[arm]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import math
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -21,27 +23,16 @@ STYLES: dict[str, tuple[str, str, str]] = {
     "jagg": ("#c0392b", "o", "-"),
     "jagg-index": ("#e59866", "s", "--"),
     "endpoint": ("#7f8c8d", "v", ":"),
-    "subsample": ("#bdc3c7", "x", "-."),
+    "subsample": ("#8e44ad", "x", "-."),
     "spline": ("#2980b9", "^", "--"),
     "causal": ("#1e8449", "D", "-"),
     "causal-predicted": ("#145a32", "P", ":"),
     "causal-shipped": ("#52be80", "d", "--"),
-    "window": ("#6c3483", "s", ":"),
+    "window": ("#b7950b", "s", ":"),
     "half": ("#873600", "<", ":"),
     "exact": ("black", "*", "-"),
 }
 """Colour, marker and line of each family."""
-
-FAMILY_LABELS = {
-    "exact": "exact",
-    "jagg": "JAGG (paper), every W and fraction",
-    "spline": "spline, calibrated knots",
-    "causal": "causal, calibrated knots",
-    "causal-predicted": "causal, predicted knots",
-    "subsample": "random steps (shared, or per sample)",
-    "window": "windows of MixGRPO and Flow-GRPO-Fast",
-    "half": "high- or low-noise half only",
-}
 
 ARM_LABELS = {
     "exact-again": "exact, timed again (noise floor)",
@@ -59,13 +50,25 @@ ARM_LABELS = {
     "endpoint-only": "endpoint-only",
     "subsample": "random steps, as many passes as JAGG",
 }
-"""Arms of a group, and ways to make an update."""
+"""Arms of a group, and ways to make an update; see `arm_label`."""
+
+
+def arm_label(name: str) -> str:
+    """An arm or way for people: of `ARM_LABELS`, or a causal plan by its passes; another name as it is."""
+    causal = re.fullmatch(r"causal-(\d+)-(sequential|batched)", name)
+    return f"causal, {causal[1]} passes, {causal[2]}" if causal else ARM_LABELS.get(name, name)
+
+
+PANEL_HEIGHT = 3.2
+LEGEND_ROW = 0.19
+"""Inches. Two panels beside each other fill the text width of a page at nearly the size of its letters."""
 
 
 @contextmanager
 def style() -> Iterator[None]:
     """The look of every figure."""
-    settings: dict[Any, Any] = {"font.size": 9, "legend.frameon": False, "grid.alpha": 0.3, "svg.hashsalt": "jagg"}
+    settings: dict[Any, Any] = {"font.size": 9, "axes.titlesize": 10, "legend.fontsize": 8, "legend.frameon": False}
+    settings |= {"grid.alpha": 0.3, "svg.hashsalt": "jagg"}
     look = {"axes.grid": True, "axes.spines.top": False, "axes.spines.right": False}
     with sns.axes_style("ticks", look), matplotlib.rc_context(settings):
         yield
@@ -77,23 +80,26 @@ def _line(axes: Axes, x: pd.Series, data: pd.DataFrame, family: str, label: str)
     axes.fill_between(x, data["cosine_low"].astype(float), data["cosine_high"].astype(float), color=colour, alpha=0.15)
 
 
-def _panels(table: pd.DataFrame) -> tuple[Figure, dict[float, Axes]]:
+def panels_by_eta(table: pd.DataFrame) -> tuple[Figure, dict[float, Axes]]:
     """A figure with a panel per eta, the highest first."""
     etas = sorted(table["eta"].unique(), reverse=True)
-    figure = Figure(figsize=(4.6 * len(etas), 4.0), layout="constrained")
+    figure = Figure(figsize=(max(4.2, 3.6 * len(etas)), PANEL_HEIGHT), layout="constrained")
     return figure, dict(zip(etas, figure.subplots(1, len(etas), sharey=True, squeeze=False)[0], strict=True))
 
 
-def _finish(figure: Figure, axes: Axes, label: str) -> None:
-    """Name the shared y axis, and put the legend of ``axes`` below all panels."""
-    figure.axes[0].set_ylabel(label)
-    figure.legend(*axes.get_legend_handles_labels(), fontsize=7, ncols=2, loc="outside lower center")
+def legend_below(figure: Figure, ncols: int) -> None:
+    """One legend for what any panel shows, below all of them; the figure grows by its height."""
+    known = [axes.get_legend_handles_labels() for axes in figure.axes]
+    handles = {label: handle for some, labels in known for handle, label in zip(some, labels, strict=True)}
+    if handles:
+        figure.set_figheight(figure.get_figheight() + LEGEND_ROW * math.ceil(len(handles) / ncols))
+        figure.legend(handles.values(), handles, ncols=ncols, loc="outside lower center")
 
 
 def cosine_per_group(table: pd.DataFrame, window: int) -> Figure:
     """Cosine of each group's contribution, every group approximated; a panel per eta, a line per family."""
     with style():
-        figure, panels = _panels(table)
+        figure, panels = panels_by_eta(table)
         for eta, axes in panels.items():
             part = table[(table["eta"] == eta) & (table["window"] == window)]
             grouped = [f"{family}-w{window}-f1" for family in ("jagg", "jagg-index", "endpoint")]
@@ -108,14 +114,15 @@ def cosine_per_group(table: pd.DataFrame, window: int) -> Figure:
             axes.set_title(f"eta {eta:g}: {budget} passes, W = {window}")
             axes.set_xlabel("group of steps (0: highest noise)")
             axes.set_xticks(range(int(part["group"].max()) + 1))
-        _finish(figure, axes, "cosine to the exact group gradient")
+        figure.axes[0].set_ylabel("cosine to the exact group gradient")
+        legend_below(figure, len(panels))
     return figure
 
 
 def pareto_front(table: pd.DataFrame, paper: str) -> Figure:
     """1 - cosine of the whole update against passes, log scale; the paper's recipe is ringed."""
     with style():
-        figure, panels = _panels(table)
+        figure, panels = panels_by_eta(table)
         for eta, axes in panels.items():
             # a logarithmic axis cannot show the plans that are exact
             part = table[(table["eta"] == eta) & (table["cosine"] < 1 - 1e-9)]
@@ -133,7 +140,8 @@ def pareto_front(table: pd.DataFrame, paper: str) -> Figure:
             axes.plot(point["passes"], 1 - point["cosine"], "o", markersize=11, fillstyle="none", color="black")
             axes.set_title(f"eta {eta:g} (ring: the paper's recipe)")
             axes.set_xlabel("passes per update (exact: all trained steps)")
-        _finish(figure, axes, "1 - cosine to the exact update")
+        figure.axes[0].set_ylabel("1 - cosine to the exact update")
+        legend_below(figure, len(panels))
     return figure
 
 
@@ -141,9 +149,8 @@ def speed_bars(table: pd.DataFrame) -> Figure:
     """Seconds per group by phase, and the speed-up over exact; a panel per backbone."""
     names = list(table["backbone"].unique())
     with style():
-        figure = Figure(figsize=(5.2 * len(names), 3.2), layout="constrained")
-        panels = figure.subplots(1, len(names), squeeze=False)[0]
-        for axes, name in zip(panels, names, strict=True):
+        figure = Figure(figsize=(4.6 * len(names), 2.8), layout="constrained")
+        for axes, name in zip(figure.subplots(1, len(names), squeeze=False)[0], names, strict=True):
             part = table[(table["backbone"] == name) & ~table["arm"].isin(["exact-again", "exact-bare"])]
             part = part.iloc[::-1].reset_index(drop=True)
             left = pd.Series(0.0, index=part.index)
@@ -157,32 +164,35 @@ def speed_bars(table: pd.DataFrame) -> Figure:
                 left = left + width
             for row, total in left.items():
                 axes.text(total, row, f" {part['speed_up'][row]:.2f}x", va="center", fontsize=8)
-            axes.set_yticks(part.index, [ARM_LABELS.get(arm, arm) for arm in part["arm"]])
+            axes.set_yticks(part.index, part["arm"].map(arm_label))
             axes.set_xlim(0, left.max() * 1.15)
             axes.set_xlabel("milliseconds per group (median)")
             axes.set_title(f"{name}, W = {part['window'].iloc[0]}, batch {part['batch'].iloc[0]}")
             axes.grid(axis="y", visible=False)
-        panels[0].legend(fontsize=7, loc="lower right")
+        legend_below(figure, 3)
     return figure
 
 
 def past_and_future(table: pd.DataFrame) -> Figure:
-    """Cosine of ``C[knot, step]`` to ``C[step, step]``: the past below the diagonal, the future above."""
+    """Cosine of ``C[knot, step]`` to ``C[step, step]``: the past below the diagonal, the future above.
+
+    The Jacobian is taken at the knot.
+    """
     with style():
-        figure, panels = _panels(table)
+        figure, panels = panels_by_eta(table)
         for eta, axes in panels.items():
             part = table[table["eta"] == eta].pivot(index="step", columns="knot", values="cosine").astype(float)
             image = axes.imshow(part, cmap="Greys", vmin=0, vmax=1, interpolation="nearest")
             axes.plot([-0.5, len(part) - 0.5], [-0.5, len(part) - 0.5], color="#c0392b", linewidth=0.8)
             axes.grid(visible=False)
             axes.set_title(f"eta {eta:g}")
-            axes.set_xlabel("knot: step whose Jacobian is taken (0: highest noise)")
+            axes.set_xlabel("step of the knot (0: highest noise)")
             for axis in (axes.xaxis, axes.yaxis):
                 axis.set_major_locator(MaxNLocator(integer=True))
             ends = len(part) - 1
             axes.text(0.04 * ends, 0.97 * ends, "past", fontsize=9, color="#c0392b", va="bottom")
             axes.text(0.96 * ends, 0.03 * ends, "future", fontsize=9, color="#c0392b", ha="right", va="top")
-        figure.colorbar(image, ax=list(panels.values()), label="cosine to the step's own gradient (0 and below: white)")
+        figure.colorbar(image, ax=list(panels.values()), label="cosine to the own gradient (white: not above 0)")
         figure.axes[0].set_ylabel("step whose loss gradient it is")
     return figure
 
@@ -191,7 +201,7 @@ def knot_placement(table: pd.DataFrame, schedule: list[float]) -> Figure:
     """Sigma of the calibrated causal knots, a row per number of passes; ticks below are the steps."""
     table = table[table["family"] == "causal"]
     with style():
-        figure, panels = _panels(table)
+        figure, panels = panels_by_eta(table)
         for eta, axes in panels.items():
             part = table[(table["eta"] == eta) & (table["passes"] < len(schedule))]
             for row in part.itertuples():
@@ -230,72 +240,6 @@ def block_heat_map(table: pd.DataFrame) -> Figure:
     return figure
 
 
-def signal_per_cost(table: pd.DataFrame, samples: int) -> Figure:
-    """Share of exact's learning signal against the cost of the update and of the training step, at the first eta."""
-    table = table[(table["eta"] == table["eta"].max()) & table["loss"].notna()]
-    with style():
-        figure = Figure(figsize=(9.2, 4.4), layout="constrained")
-        panels = figure.subplots(1, 2, sharey=True)
-        for axes, cost, label in (
-            (panels[0], "update_cost", "cost of the update (exact: 1)"),
-            (panels[1], "step_cost", "cost of the training step with its rollout (exact: 1)"),
-        ):
-            for family, part in table.groupby("family", sort=False):
-                colour, marker, _ = STYLES[str(family)]
-                part = part.sort_values(cost)
-                kept = 1 - part["loss"].astype(float)
-                spread = [part["loss_high"] - part["loss"], part["loss"] - part["loss_low"]]
-                axes.errorbar(
-                    part[cost],
-                    kept,
-                    yerr=np.maximum(np.array(spread, dtype=float), 0),  # a value may lie outside its interval
-                    color=colour,
-                    marker=marker,
-                    linestyle="",
-                    markersize=5,
-                    linewidth=0.7,
-                    capsize=2,
-                    label=FAMILY_LABELS[str(family)],
-                )
-            axes.axhline(1, color="black", linewidth=0.6)
-            axes.set_xlabel(label)
-        _finish(figure, panels[0], f"share of exact's signal in an update of {samples} samples")
-    return figure
-
-
-def loss_by_batch(table: pd.DataFrame, target: float) -> Figure:
-    """Loss of learning signal against samples per update; the dashed line is the loss that is allowed.
-
-    Causal plans and the paper's rule, one of each number of passes; markers and dashes tell them apart.
-    """
-    shown = table[table["family"].isin(["causal", "jagg"]) & table["loss"].notna()]
-    with style():
-        figure, panels = _panels(table)
-        for eta, axes in panels.items():
-            part = shown[shown["eta"] == eta]
-            for family, own in part.groupby("family", sort=False):
-                colour, marker, _ = STYLES[str(family)]
-                for rank, (_, data) in enumerate(own.groupby("passes", sort=True)):
-                    data = data[data["estimator"] == data["estimator"].iloc[0]]
-                    axes.plot(
-                        data["update_samples"],
-                        data["loss"],
-                        color=colour,
-                        marker=marker,
-                        markersize=3 + rank % 3,
-                        fillstyle=("none", "full")[rank % 2],
-                        linestyle=(0, (max(1, 7 - rank), rank % 4)),
-                        linewidth=1,
-                        label=data["label"].iloc[0],
-                    )
-            axes.axhline(target, color="black", linestyle="--", linewidth=0.8)
-            axes.set_xscale("log", base=2)
-            axes.set_title(f"eta {eta:g}")
-            axes.set_xlabel("samples per update")
-        _finish(figure, axes, "share of exact's signal that is lost")
-    return figure
-
-
 def leak_bars(table: pd.DataFrame) -> Figure:
     """Squared mean gradient over its noise with advantages 1; 1 is no leak."""
     with style():
@@ -306,7 +250,10 @@ def leak_bars(table: pd.DataFrame) -> Figure:
             filled = "#c0392b" if row.anticipating else "#1e8449"
             hatch = "//" if row.anticipating else ""
             axes.barh(row.Index, row.ratio, color=filled, hatch=hatch, edgecolor="white")
-            axes.text(row.ratio, row.Index, f" {row.ratio:.2f} (p = {row.p_value:.3f})", va="center", fontsize=8)
+            # beside the line at 1, not under it
+            axes.text(
+                max(row.ratio, 1), row.Index, f" {row.ratio:.2f} (p = {row.p_value:.3f})", va="center", fontsize=8
+            )
         axes.axvline(1, color="black", linewidth=0.8)
         axes.set_xscale("log")
         axes.set_xlim(right=part["ratio"].max() * 5)
@@ -320,19 +267,26 @@ def cost_by_devices(table: pd.DataFrame) -> Figure:
     """Predicted speed-up over exact against the number of devices: of a group, of the update, of the whole step."""
     with style():
         parts = ("group", "update", "step")
-        figure = Figure(figsize=(12.5, 3.8), layout="constrained")
+        figure = Figure(figsize=(8.4, PANEL_HEIGHT), layout="constrained")
         panels = figure.subplots(1, len(parts))
-        markers = "osv^DPX<>"
+        markers, lines = "osv^DPX<>", ("-", "--", ":", "-.")
         for axes, part in zip(panels, parts, strict=True):
             for number, (_, own) in enumerate(table.groupby("scheme", sort=False)):
-                marker, label = markers[number % len(markers)], own["label"].iloc[0]
-                axes.plot(own["ranks"], own[f"{part}_speed_up"], marker=marker, markersize=4, linewidth=1, label=label)
+                axes.plot(
+                    own["ranks"],
+                    own[f"{part}_speed_up"],
+                    marker=markers[number % len(markers)],
+                    linestyle=lines[number % len(lines)],
+                    markersize=4,
+                    linewidth=1,
+                    label=own["label"].iloc[0],
+                )
             axes.set_xscale("log", base=2)
             axes.set_xticks(sorted(set(table["ranks"])), [str(n) for n in sorted(set(table["ranks"]))])
             axes.set_xlabel("devices")
             axes.set_title({"group": "one group", "update": "the update", "step": "a whole training step"}[part])
         panels[0].set_ylabel("predicted speed-up over exact")
-        panels[-1].legend(fontsize=7, loc="upper left", bbox_to_anchor=(1, 1))
+        legend_below(figure, 2)
     return figure
 
 

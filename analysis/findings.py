@@ -7,6 +7,7 @@ import pandas as pd
 from analysis import figures
 from analysis.calibration import recommend, recommend_signal
 from analysis.printable import interval_text
+from analysis.signal_tables import UNTOLD
 from jagg_core.records import Record
 
 
@@ -50,6 +51,7 @@ def findings(record: Record, frames: dict[str, pd.DataFrame]) -> list[str]:
     signal = frames.get("signal", pd.DataFrame())
     for _, part in signal.groupby("eta", sort=False) if len(signal) else ():
         said.append(recommend_signal(record, part)[0])
+    said += _pairs(frames.get("pairs", pd.DataFrame()), record)
     said += _leaks(frames.get("centring", pd.DataFrame()))
     for _, row in frames["leak"].iterrows() if len(frames["leak"]) else ():
         if row["family"] == "causal" or row["estimator"] == f"jagg-w{record.settings['windows'][0]}-f1":
@@ -69,6 +71,30 @@ def findings(record: Record, frames: dict[str, pd.DataFrame]) -> list[str]:
         if {"exact", "exact-bare"} <= by_arm.keys():
             overhead = by_arm["exact"]["fastest_s"] / by_arm["exact-bare"]["fastest_s"] - 1
             text += f" Engine over its bare model calls, fastest rounds: {overhead * 100:+.1f} %."
+        said.append(text)
+    return said
+
+
+def _pairs(pairs: pd.DataFrame, record: Record) -> list[str]:
+    """Every causal plan beside the paper's recipe: is it better, and with how many more samples would one know?"""
+    if not len(pairs):
+        return []
+    paper, said = paper_estimator(record), []
+    for _, row in pairs[(pairs["beside_name"] == paper) & pairs["plan_name"].str.startswith("causal-")].iterrows():
+        text = (
+            f"eta {row['eta']:g}, '{row['plan']}' ({row['plan_passes']} passes) beside the paper's recipe "
+            f"({row['beside_passes']} passes) in an update of {record.settings['update_samples']} samples: "
+        )
+        measured = f"difference in the share of the signal that is kept {interval_text(row, 'difference')}"
+        if pd.isna(row["difference"]):
+            text += (
+                f"undefined, as the signal cannot be told from zero with {row['samples']} samples; take more of them."
+            )
+        elif row["verdict"] != UNTOLD:
+            text += f"it surely {row['verdict']} of the signal; {measured}, from {row['samples']} samples."
+        else:
+            more = "" if pd.isna(row["more_samples"]) else f"; about {int(row['more_samples'])} more would tell"
+            text += f"which is better cannot be told with {row['samples']} samples{more}; {measured}."
         said.append(text)
     return said
 

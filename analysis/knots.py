@@ -24,6 +24,9 @@ class KnotSearch:
     """Best knots of a kind of plan for every number of passes, by mean cosine over the tables.
 
     Backward elimination from all steps (drop the knot that costs least), then single swaps until none helps.
+
+    Raises:
+        ValueError: no tables.
     """
 
     def __init__(self, tables: Sequence[CrossTable], sigmas: Tensor, make: MakePlan) -> None:

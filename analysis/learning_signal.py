@@ -255,6 +255,25 @@ def signal_loss(products: Products, scale: float, seed: int = 0) -> Interval:
     return signal_losses(products, [scale], seed)[0]
 
 
+def kept_difference(one: Products, other: Products, scale: float, seed: int = 0) -> Interval:
+    """Share of exact's signal that ``one`` keeps minus what ``other`` keeps, on a batch ``scale`` times larger.
+
+    Both are resampled together, over the batches that both were measured on: what rollout noise they share cancels.
+
+    Returns:
+        Above 0: ``one`` keeps more. Undefined where exact's signal cannot be told from zero.
+
+    Raises:
+        ValueError: a scale that is not positive, or products of different exact gradients.
+    """
+    if not np.array_equal(one.exact, other.exact):
+        raise ValueError(f"one and other must have the same exact gradients, found {one.n} and {other.n} batches")
+    m = min(one.m, other.m)
+    first, second = (Products(p.exact, p.cross[:m], p.own[:m, :m]) for p in (one, other))
+    draws = _draws(second, seed).loss(scale) - _draws(first, seed).loss(scale)
+    return _interval(moments(second).loss(scale) - moments(first).loss(scale), draws, m)
+
+
 def bias_interval(products: Products, seed: int = 0) -> Interval:
     """Relative squared bias ``|mu_e - mu|^2 / |mu|^2``, resampling batches.
 

@@ -105,7 +105,7 @@ def printable(frames: dict[str, pd.DataFrame]) -> dict[str, pd.DataFrame]:
         shown["speed"] = pd.DataFrame(
             {
                 "backbone": speed["backbone"],
-                "arm": speed["arm"].map(lambda a: figures.ARM_LABELS.get(a, a)),
+                "arm": speed["arm"].map(figures.arm_label),
                 **milliseconds,
                 "speed-up": [interval_text(r, "speed_up", 2) for _, r in speed.iterrows()],
             }
@@ -143,6 +143,21 @@ def _printable_signal(frames: dict[str, pd.DataFrame]) -> dict[str, pd.DataFrame
             cost[f"cost of the {title}"] = signal[name].map(_share)
             cost[f"signal kept per cost of the {title}"] = signal[f"kept_per_{name}"].map(_ratio)
         shown["signal_cost"] = pd.DataFrame(cost)
+    pairs = frames.get("pairs", pd.DataFrame())
+    if len(pairs):
+        shown["pairs"] = pd.DataFrame(
+            {
+                "eta": pairs["eta"].map("{:g}".format),
+                "plan": pairs["plan"],
+                "passes": pairs["plan_passes"],
+                "beside": pairs["beside"],
+                "its passes": pairs["beside_passes"],
+                "difference in share kept": [interval_text(r, "difference") for _, r in pairs.iterrows()],
+                "the plan": pairs["verdict"],
+                "samples": pairs["samples"],
+                "more samples to tell": pairs["more_samples"].map(_whole),
+            }
+        )
     centring = frames.get("centring", pd.DataFrame())
     if len(centring):
         text = [

@@ -7,9 +7,10 @@ from pathlib import Path
 import pandas as pd
 from matplotlib.figure import Figure
 
-from analysis import figures, signal_tables, tables
+from analysis import figures, signal_figures, signal_tables, tables
 from analysis.bench_page import write_bench_report
-from analysis.calibration import calibration
+from analysis.calibration import calibration, lines_to_paste
+from analysis.checked import read_record, told
 from analysis.cost import write_cost_report
 from analysis.curve_page import write_curve_report
 from analysis.findings import findings, paper_estimator
@@ -33,9 +34,9 @@ def make_figures(record: Record, frames: dict[str, pd.DataFrame]) -> dict[str, F
     if len(frames["blocks"]):
         made["blocks"] = figures.block_heat_map(frames["blocks"])
     if len(frames.get("signal", ())):
-        made["signal_cost"] = figures.signal_per_cost(frames["signal"], record.settings["update_samples"])
+        made["signal_cost"] = signal_figures.signal_per_cost(frames["signal"], record.settings["update_samples"])
     if len(frames.get("by_batch", ())):
-        made["signal_batch"] = figures.loss_by_batch(frames["by_batch"], record.settings["max_signal_loss"])
+        made["signal_batch"] = signal_figures.loss_by_batch(frames["by_batch"], record.settings["max_signal_loss"])
     if len(frames["leak"]):
         made["leak"] = figures.leak_bars(frames["leak"])
     if len(frames["speed"]):
@@ -47,22 +48,38 @@ def write_report(run: Path) -> tuple[Path, dict[str, pd.DataFrame], list[str]]:
     """Rebuild tables, figures and ``report.html`` of a run folder. Returns the page, the short tables, the findings.
 
     Raises:
-        RecordError: no record, or a damaged one.
+        RecordError: no record, or a damaged one; names its file and, as far as that is known, the field.
     """
     if not (run / "record.json").exists():
         raise RecordError(f"{run} holds no record.json: is it the folder of a finished run?")
-    record = Record.read(run / "record.json")
+    record = read_record(run / "record.json")
+    with told(run / "record.json"):
+        return _write(run, record)
+
+
+def _write(run: Path, record: Record) -> tuple[Path, dict[str, pd.DataFrame], list[str]]:
     if record.kind == "cost":
         return write_cost_report(run, record)
     if record.kind == "bench":
         return write_bench_report(run, record)
     if record.kind == "curves":
         return write_curve_report(run, record)
-    frames = tables.all_tables(record, [Record.read(path) for path in sorted(run.glob("speed-*.json"))])
+    frames = tables.all_tables(record, [read_record(path) for path in sorted(run.glob("speed-*.json"))])
     if record.kind == "calibrate":
         frames |= signal_tables.all_tables(record)
     pictures = write_tables_and_figures(run, frames, make_figures(record, frames))
     shown, said = printable(frames), findings(record, frames)
+    lines: list[str] = []
+    on_page: list[str] = []
+    for eta in record.settings["etas"]:
+        if any(c.name == f"eta={eta:g}/knots" and c.status == "ok" for c in record.cells):
+            file = run / f"calibration-eta{eta:g}.json"
+            found = calibration(record, eta, frames)
+            write_json(file, found)
+            lines += lines_to_paste(record, eta, found["recommended"], file)
+            # a page tells no paths of a machine
+            told_as = Path(run.name) / file.name if run.is_absolute() else file
+            on_page += lines_to_paste(record, eta, found["recommended"], told_as)
     samples = run / "samples.png"
     page = render(
         "report.html",
@@ -70,12 +87,10 @@ def write_report(run: Path) -> tuple[Path, dict[str, pd.DataFrame], list[str]]:
         record=record,
         steps=len(record.schedule),
         findings=said,
+        lines=on_page,
         pictures=pictures,
         samples=data_uri(samples.read_bytes()) if samples.exists() else None,
         sample_cell=next((c for c in record.cells if c.name == "samples" and c.status == "ok"), None),
     )
     write_atomically(run / "report.html", page.encode())
-    for eta in record.settings["etas"]:
-        if any(c.name == f"eta={eta:g}/knots" and c.status == "ok" for c in record.cells):
-            write_json(run / f"calibration-eta{eta:g}.json", calibration(record, eta, frames))
-    return run / "report.html", shown, said
+    return run / "report.html", shown, said + lines

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import combinations
 from typing import Any
 
 import numpy as np
@@ -14,13 +15,14 @@ from analysis.learning_signal import (
     batches_to_tell,
     bias_interval,
     effective_dimension,
+    kept_difference,
     paired_difference,
     signal_loss,
     signal_losses,
     signal_samples,
     verdict,
 )
-from analysis.statistics import bootstrap, leak_test
+from analysis.statistics import Interval, bootstrap, leak_test
 from analysis.tables import about, interval_columns
 from jagg_core.records import Cell, Record
 
@@ -83,6 +85,52 @@ def by_batch(record: Record) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
+PAIRED = ("jagg", "causal", "causal-predicted")
+"""Families that are compared with each other, plan by plan."""
+
+
+def pairs(record: Record) -> pd.DataFrame:
+    """Is one plan better than another in the user's update, and if that cannot be told, how many samples would tell?
+
+    A row per pair of plans whose bias is of interest at full length (exact's batches), and of predicted knots with
+    them. ``difference``: share of exact's signal that ``plan`` keeps minus what ``beside`` keeps. ``more_samples``: in
+    rollouts beyond those measured (``samples``); empty where the difference is told already, or undefined.
+    """
+    rows = []
+    found = [
+        (cell, products)
+        for cell, products in products_of(record)
+        if cell.settings["family"] in PAIRED
+        and (products.m == products.n or cell.settings["family"] == "causal-predicted")
+    ]
+    found.sort(key=lambda pair: pair[0].settings["passes"])
+    for (cell, one), (other_cell, other) in combinations(found, 2):
+        ours, theirs = cell.settings, other_cell.settings
+        if ours["eta"] != theirs["eta"]:
+            continue
+        batch = cell_batch(record, cell)
+        difference = kept_difference(one, other, record.settings["update_samples"] / batch)
+        needed = batches_to_tell(difference, 0.0, difference.n)
+        open_ = said_of_difference(difference) == UNTOLD
+        row = {"eta": ours["eta"], "plan": ours["label"], "plan_passes": ours["passes"], "plan_name": ours["estimator"]}
+        row |= {"beside": theirs["label"], "beside_passes": theirs["passes"], "beside_name": theirs["estimator"]}
+        row |= interval_columns("difference", difference) | {"verdict": said_of_difference(difference)}
+        row["samples"] = difference.n * batch
+        row["more_samples"] = (needed - difference.n) * batch if open_ and needed is not None else None
+        rows.append(row)
+    return pd.DataFrame(rows)
+
+
+UNTOLD = "cannot be told apart"
+
+
+def said_of_difference(difference: Interval) -> str:
+    """Whether an interval says that the first keeps more of the signal, or less."""
+    if difference.low is None or difference.high is None or difference.low <= 0 <= difference.high:
+        return UNTOLD
+    return "keeps more" if difference.low > 0 else "keeps less"
+
+
 def centring(record: Record) -> pd.DataFrame:
     """Bias under other centrings of the advantages, and the leak: the mean gradient when all advantages are 1."""
     rows = []
@@ -122,6 +170,7 @@ def all_tables(record: Record) -> dict[str, pd.DataFrame]:
         "by_batch": by_batch(record),
         "centring": centring(record),
         "noise": noise(record),
+        "pairs": pairs(record),
     }
 
 

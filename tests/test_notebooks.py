@@ -27,6 +27,8 @@ MOST_BYTES = 400_000
 PATH = re.compile(r"(?<![\w.])/(?:home|root|Users|work|tmp|opt|usr|mnt|workspace)/|[A-Za-z]:\\\\|site-packages")
 """A path of somebody's machine."""
 
+RUN_AGAIN = "jupyter nbconvert --to notebook --execute --inplace notebooks/*.ipynb"
+
 each_notebook = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 
 
@@ -46,6 +48,13 @@ def text_outputs(cell: dict[str, Any]) -> Iterator[str]:
         for kind, content in output.get("data", {}).items():
             if not kind.startswith("image/"):
                 yield "".join(content)
+
+
+def stored_sources(path: Path) -> dict[str, tuple[int, str]]:
+    """Folders that the notebook read from when its outputs were made: how many files, and the digest of all."""
+    text = "\n".join(text_outputs(code_of(path)[-1]))
+    found = re.findall(r"<th>(results/[^<]+)</th>\s*<td>(\d+)</td>\s*<td>([0-9a-f]{16})</td>", text)
+    return {folder: (int(files), digest) for folder, files, digest in found}
 
 
 def run_cell(source: str, name: str, names: dict[str, Any]) -> bool:
@@ -70,10 +79,12 @@ def left_as_it_was(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv("JAGG_SMOKE", "1")
     monkeypatch.chdir(ROOT / "notebooks")
     monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.delitem(sys.modules, "analysis.notebook", raising=False)  # it looks at the environment, and at files
     monkeypatch.setattr(registry, "_REGISTRY", dict(registry._REGISTRY))
     threads, state = torch.get_num_threads(), torch.get_rng_state()
     with pd.option_context("display.max_colwidth", 50):
         yield
+    sys.modules.pop("analysis.notebook", None)
     torch.set_num_threads(threads)
     torch.set_rng_state(state)
 
@@ -90,8 +101,11 @@ def test_it_runs_and_what_it_shows_is_stored(path: Path, left_as_it_was: None) -
         if run_cell("".join(cell["source"]), f"{path.name}, cell {number}", names):
             kinds = {kind for output in cell["outputs"] for kind in output.get("data", {})}
             assert kinds & {"image/png", "text/html"}, f"cell {number} shows something, nothing is stored"
-    assert names["SMOKE"] is True
-    assert names["ROOT"] == ROOT
+    shared = sys.modules["analysis.notebook"]
+    assert shared.SMOKE is True
+    assert shared.ROOT == ROOT
+    read = {folder: (found["files"], found["digest"]) for folder, found in shared.sources().to_dict("index").items()}
+    assert stored_sources(path) == read, f"{path.name} is older than what it reads: {RUN_AGAIN}"
 
 
 @each_notebook
@@ -121,5 +135,19 @@ def test_the_first_cell_says_what_how_long_and_how(path: Path) -> None:
     text = "".join(first["source"])
     assert first["cell_type"] == "markdown"
     assert text.startswith(f"# {path.stem[0]}. ")
-    for part in ("What you learn.", "Time.", "How to run.", "pip install -e '.[dev]'"):
+    for part in ("What you learn.", "Time.", "How to run.", "pip install -e '.[dev,notebooks]'"):
         assert part in text
+
+
+def test_a_notebook_that_reads_results_says_which() -> None:
+    read = {path.stem[:1]: set(stored_sources(path)) for path in NOTEBOOKS}
+    assert "results/reference/bench" in read["2"]
+    assert "results/reference/photos-flux-calibration" in read["3"] & read["5"]
+    assert read["4"] == set()
+
+
+@each_notebook
+def test_the_first_code_cell_is_one_import_that_finds_the_checkout(path: Path) -> None:
+    source = "".join(code_of(path)[0]["source"])
+    assert "from analysis.notebook import " in source
+    assert len(source.splitlines()) <= 8

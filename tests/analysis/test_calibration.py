@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
+import shlex
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from analysis.calibration import calibration, recommend
+from analysis.calibration import calibration, lines_to_paste, recommend
 from analysis.similarity import METRICS
 from jagg_core import DanceSDE, Plan, ReplayMismatch, Trajectory, causal_plan, dance_schedule, rollout
+from jagg_core.grpo.command import configure
 from jagg_core.records import Cell, Record, RecordError, write_json
 
 SIGMAS = dance_schedule(10)[:-2]
@@ -180,3 +182,54 @@ def test_recommendation_takes_the_fewest_passes_whose_lower_end_reaches(record: 
     assert none is not None
     assert "no causal plan" in none
     assert recommend(record, 0.3, 0.9) is None
+
+
+REFERENCE = Path(__file__).parents[2] / "results" / "reference"
+
+
+@pytest.mark.parametrize("name", ["digits-flux-calibration", "photos-qwen-calibration"])
+def test_the_lines_to_paste_run(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The command is what the trainer takes, and the Python line gives the plan that is recommended."""
+    monkeypatch.chdir(REFERENCE.parents[1])
+    record = Record.read(REFERENCE / name / "record.json")
+    file = Path("results/reference") / name / "calibration-eta0.7.json"
+    found = json.loads(file.read_text())["recommended"]
+    lines = lines_to_paste(record, 0.7, found, file)
+    named = {(plan["passes"], plan["predict"]) for plan in found.values() if "passes" in plan}
+    assert len(lines) == 3 * len(named) > 0
+    for comment, command, call in zip(lines[::3], lines[1::3], lines[2::3], strict=True):
+        [target, *_] = [key for key in found if key in comment]
+        start, argv = shlex.split(command)[:4], shlex.split(command)[4:]
+        assert start == ["python", "-m", "jagg_core", "train"]
+        config = configure(argv)[1]
+        assert (config.model.backbone, config.reward.name) == (record.backbone, record.settings["reward"])
+        assert (config.rollout.steps, config.rollout.eta, config.rollout.trained) == (21, 0.7, "all")
+        assert (config.plan.passes, config.plan.predict) == (found[target]["passes"], found[target]["predict"])
+        plan = eval(call, {"Plan": Plan, "trajectory": None})
+        assert list(plan.knots) == found[target]["knots"]
+
+
+def test_what_recommends_no_plan_has_no_lines(record: Record) -> None:
+    changed = replace(record, settings=record.settings | {"recipe": {"steps": 10, "shift": 3.0, "guidance": None}})
+    changed.settings["reward"] = "ink"
+    assert lines_to_paste(changed, 0.7, {"cosine >= 0.97": {"text": "none"}}, Path("c.json")) == []
+
+
+def test_lines_name_guidance_and_options_where_there_are_any(record: Record) -> None:
+    recipe = {"steps": 10, "shift": 2.5, "guidance": 3.5, "schedule": "flux"}
+    settings = {"recipe": recipe, "reward": "ink", "backbone_options": ["path=a b", "lora_rank=4"]}
+    changed = replace(record, settings=record.settings | settings)
+    plan = {"text": "", "passes": 2, "predict": True, "knots": [0, 5]}
+    [comment, command, call] = lines_to_paste(changed, 0.7, {"a": plan, "b": plan}, Path("some folder/c.json"))
+    assert comment == "# eta 0.7, a and b"
+    words = shlex.split(command)
+    for flag, value in (
+        ("--model.guidance", "3.5"),
+        ("--model.options", '["path=a b", "lora_rank=4"]'),
+        ("--rollout.schedule", "flux"),
+        ("--rollout.shift", "2.5"),
+        ("--plan.predict", "true"),
+        ("--plan.calibration", "some folder/c.json"),
+    ):
+        assert words[words.index(flag) + 1] == value
+    assert call == "Plan.from_calibration('some folder/c.json', passes=2, predict=True, trajectory=trajectory)"

@@ -14,15 +14,8 @@ import pytest
 from matplotlib.figure import Figure
 
 from analysis import figures
-from analysis.figures import (
-    FAMILY_LABELS,
-    STYLES,
-    block_heat_map,
-    knot_placement,
-    loss_by_batch,
-    past_and_future,
-    signal_per_cost,
-)
+from analysis.figures import STYLES, block_heat_map, knot_placement, past_and_future
+from analysis.signal_figures import FAMILY_LABELS, loss_by_batch, signal_per_cost
 
 SCHEDULE = [1.0, 0.9, 0.75, 0.5]
 FAMILIES = ("exact", "jagg", "spline", "causal", "causal-predicted", "subsample", "window", "half")
@@ -224,3 +217,16 @@ def test_every_family_has_a_style_and_a_name() -> None:
     assert set(FAMILY_LABELS) == set(FAMILIES)
     assert len({*FAMILY_LABELS.values()}) == len(FAMILIES)
     assert figures.ARM_LABELS
+
+
+@pytest.mark.parametrize(
+    ("name", "label"),
+    [
+        ("paper", "paper JAGG (joint backward)"),
+        ("causal-8-batched", "causal, 8 passes, batched"),
+        ("causal-12-sequential", "causal, 12 passes, sequential"),
+        ("an arm of tomorrow", "an arm of tomorrow"),
+    ],
+)
+def test_arms_have_names_for_people(name: str, label: str) -> None:
+    assert figures.arm_label(name) == label

@@ -14,6 +14,7 @@ from analysis.learning_signal import (
     batches_to_tell,
     bias_interval,
     effective_dimension,
+    kept_difference,
     moments,
     paired_difference,
     signal_loss,
@@ -451,3 +452,46 @@ def test_effective_dimension_that_is_undefined() -> None:
     assert effective_dimension(np.full((5, 5), 4.0)) is None
     with pytest.raises(ValueError, match="exact needs at least 3 batches, found 2"):
         effective_dimension(np.eye(2))
+
+
+# One plan beside another
+
+
+def three(seed: int = 3, bias: float = 0.5, n: int = 24) -> tuple[Products, Products]:
+    """An estimator with bias and noise of its own, and one with noise alone, of the same exact gradients."""
+    exact, biased = gradients(n, seed, bias=bias)
+    other = exact + 0.3 * np.random.default_rng([seed, 1]).normal(size=exact.shape) / exact.shape[1] ** 0.5
+    return products_of(exact, biased), products_of(exact, other)
+
+
+def test_the_difference_of_two_plans_is_that_of_their_losses() -> None:
+    biased, other = three()
+    found = kept_difference(biased, other, 4)
+    assert found.value == moments(other).loss(4) - moments(biased).loss(4)
+    assert found.high is not None and found.high < 0, "the biased one keeps less"
+    turned = kept_difference(other, biased, 4)
+    assert (turned.low, turned.high) == pytest.approx((-found.high, -(found.low or 0)))
+
+
+def test_two_plans_are_resampled_together() -> None:
+    """Noise that both share cancels: the interval is narrower than those of the two losses."""
+    biased, other = three(bias=0.1)
+    ends = [kept_difference(biased, other, 4), signal_loss(biased, 4), signal_loss(other, 4)]
+    widths = [(found.high or 0) - (found.low or 0) for found in ends]
+    assert 0 < widths[0] < sum(widths[1:])
+    same = kept_difference(other, other, 4)
+    assert (same.value, same.low, same.high) == (0, 0, 0)
+
+
+def test_plans_are_compared_on_the_batches_that_both_have() -> None:
+    biased, other = three()
+    short = Products(other.exact, other.cross[:9], other.own[:9, :9])
+    found = kept_difference(biased, short, 4)
+    assert found.n == 9
+    cut = Products(biased.exact, biased.cross[:9], biased.own[:9, :9])
+    assert found == kept_difference(cut, short, 4)
+
+
+def test_plans_of_different_batches_are_not_compared() -> None:
+    with pytest.raises(ValueError, match="must have the same exact gradients, found 24 and 24 batches"):
+        kept_difference(three(3)[0], three(4)[1], 4)

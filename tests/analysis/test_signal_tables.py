@@ -17,13 +17,25 @@ from analysis.learning_signal import (
     batches_to_tell,
     bias_interval,
     effective_dimension,
+    kept_difference,
     paired_difference,
     signal_loss,
     signal_samples,
     verdict,
 )
 from analysis.printable import printable
-from analysis.signal_tables import UPDATE_SAMPLES, all_tables, by_batch, centring, noise, products_of, signal
+from analysis.signal_tables import (
+    UNTOLD,
+    UPDATE_SAMPLES,
+    all_tables,
+    by_batch,
+    centring,
+    noise,
+    pairs,
+    products_of,
+    said_of_difference,
+    signal,
+)
 from analysis.statistics import Interval, bootstrap, leak_test
 from analysis.tables import all_tables as other_tables
 from jagg_core import dance_schedule
@@ -168,6 +180,7 @@ def test_without_cells_there_are_no_rows() -> None:
         "by_batch": 0,
         "centring": 0,
         "noise": 0,
+        "pairs": 0,
     }
 
 
@@ -444,3 +457,62 @@ def test_the_calibration_file_and_the_page_say_the_same(gradients: Gradients) ->
     loss = data["plans"]["causal"]["5"]["signal_loss"]
     assert loss["value"] == signal_loss(direct(gradients["exact"], gradients["causal-5"]), 8).value
     assert data["plans"]["causal"]["5"]["predicted"]["signal_loss"]["value"] is not None
+
+
+# One plan beside another
+
+
+def test_every_pair_of_plans_once_the_cheaper_one_first(gradients: Gradients) -> None:
+    table = pairs(record_of(*cells_of(gradients)))
+    found = list(zip(table["plan_name"], table["beside_name"], strict=True))
+    names = ["causal-5", "causal-predicted-5", "jagg-w4-f1", "jagg-w4-f0.6"]
+    assert found == [(one, other) for n, one in enumerate(names) for other in names[n + 1 :]]
+    row = table.set_index(["plan_name", "beside_name"]).loc[("causal-5", "jagg-w4-f1")]
+    one, other = (direct(gradients["exact"], gradients[name]) for name in ("causal-5", "jagg-w4-f1"))
+    assert same(row, "difference", kept_difference(one, other, 8))
+    assert (row["verdict"], row["samples"]) == ("keeps more", N * BATCH)
+    assert pd.isna(row["more_samples"]), "it is told already"
+
+
+def test_what_cannot_be_told_says_how_many_more_samples_would(gradients: Gradients) -> None:
+    table = pairs(record_of(*cells_of(gradients))).set_index(["plan_name", "beside_name"])
+    row = table.loc[("causal-5", "jagg-w4-f0.6")]
+    interval = Interval(row["difference"], row["difference_low"], row["difference_high"], N)
+    assert row["verdict"] == UNTOLD
+    assert row["more_samples"] == ((batches_to_tell(interval, 0.0, N) or 0) - N) * BATCH > 0
+
+
+def test_plans_at_different_eta_are_not_compared(gradients: Gradients) -> None:
+    cells = [*cells_of(gradients), *cells_of(gradients, eta=0.3)]
+    table = pairs(record_of(*cells, etas=(0.7, 0.3)))
+    assert table["eta"].value_counts().to_dict() == {0.7: 6, 0.3: 6}
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "said"),
+    [(0.01, 0.2, "keeps more"), (-0.2, -0.01, "keeps less"), (-0.1, 0.1, UNTOLD), (None, None, UNTOLD)],
+)
+def test_words_of_a_difference(low: float | None, high: float | None, said: str) -> None:
+    assert said_of_difference(Interval(0.0, low, high, 9)) == said
+
+
+def test_the_page_answers_whether_a_plan_is_better_and_what_would_tell(gradients: Gradients) -> None:
+    record = record_of(*cells_of(gradients))
+    frames = other_tables(record, []) | all_tables(record)
+    said = [text for text in findings(record, frames) if "beside the paper's recipe" in text]
+    assert len(said) == 2
+    row = frames["pairs"].set_index(["plan_name", "beside_name"]).loc[("causal-5", "jagg-w4-f0.6")]
+    assert "in an update of 64 samples: which is better cannot be told with 96 samples; " in said[0]
+    assert f"; about {int(row['more_samples'])} more would tell; " in said[0]
+    assert printable(frames)["pairs"]["the plan"].tolist() == frames["pairs"]["verdict"].tolist()
+
+
+def test_a_difference_that_is_told_and_one_that_is_undefined(gradients: Gradients) -> None:
+    better = gradients | {"jagg-w4-f0.6": draw("jagg-w4-f0.6", bias=0.9)}
+    record = record_of(*cells_of(better))
+    [text, _] = [t for t in findings(record, other_tables(record, []) | all_tables(record)) if "beside the paper" in t]
+    assert "it surely keeps more of the signal; difference in the share of the signal that is kept 0." in text
+    nothing = {name: draw(name, signal=0.0) for name in ("exact", "jagg-w4-f0.6", "causal-5")}
+    record = record_of(*cells_of(nothing))
+    [text] = [t for t in findings(record, other_tables(record, []) | all_tables(record)) if "beside the paper" in t]
+    assert text.endswith("undefined, as the signal cannot be told from zero with 96 samples; take more of them.")

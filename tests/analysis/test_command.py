@@ -1,0 +1,35 @@
+"""The command line explains itself: every command's help ends with an example, and the example is one."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+
+import pytest
+
+from analysis.__main__ import COMMANDS, parser
+
+
+def commands() -> dict[str, argparse.ArgumentParser]:
+    [found] = [action for action in parser()._actions if isinstance(action, argparse._SubParsersAction)]
+    return dict(found.choices)
+
+
+def example_of(command: argparse.ArgumentParser) -> list[str]:
+    """Words of the example that ends a help text, without ``python -m analysis``."""
+    text = command.epilog or ""
+    assert text.startswith("example: python -m analysis ")
+    assert command.format_help().endswith(f"\n{command.epilog}\n"), "in one line, to be pasted"
+    return shlex.split(text.removeprefix("example: "))[3:]
+
+
+@pytest.mark.parametrize("name", [*COMMANDS, "curves", "manifest", "report"])
+def test_the_example_of_a_command_is_one(name: str) -> None:
+    words = example_of(commands()[name])
+    assert words[0] == name
+    assert parser().parse_args(words).command == name
+
+
+def test_no_command_is_without_an_example() -> None:
+    assert all(example_of(command) for command in commands().values())
+    assert parser().parse_args(example_of(parser())).command == "calibrate"

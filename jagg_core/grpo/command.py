@@ -13,9 +13,10 @@ import torch.distributed as dist
 
 from jagg_core.distributed import join, rank
 from jagg_core.grpo.config import GRPOConfig
+from jagg_core.grpo.metrics import Metrics
 from jagg_core.grpo.presets import PRESETS, preset
 from jagg_core.grpo.run import train
-from jagg_core.grpo.trainer import Metrics, TrainingStopped
+from jagg_core.grpo.trainer import TrainingStopped
 
 EXAMPLE = (
     "example: python -m jagg_core train --preset dancegrpo --model.backbone digits-flux --reward.name classifier "

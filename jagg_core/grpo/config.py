@@ -330,9 +330,12 @@ class ParallelSettings:
 
     Attributes:
         shards: ranks that share one copy of the weights (FSDP2); 0 is all of them, fewer make copies (HSDP).
+        defer_gradient_sync: reduce gradients once per optimizer step instead of after every backward. Each rank then
+            keeps them whole, 4 bytes per trained parameter, which is refused where it does not fit.
     """
 
     shards: int = 0
+    defer_gradient_sync: bool = False
 
     def __post_init__(self) -> None:
         require_at_least(self, shards=0)

@@ -11,7 +11,9 @@ from torch import Tensor, nn
 
 from jagg_core.backbones import Backbone, load_backbone, read_options
 from jagg_core.distributed import FixedParameters, on_any_rank, ranks, shard
-from jagg_core.grpo.config import GRPOConfig, ModelSettings
+from jagg_core.grpo.communication import CollectiveClock
+from jagg_core.grpo.config import GRPOConfig, ModelSettings, precision
+from jagg_core.grpo.deferred import DeferredGradients
 from jagg_core.grpo.weights import AveragedWeights, MasterWeights
 from jagg_core.policy import VelocityPolicy
 
@@ -27,6 +29,8 @@ class Learner:
         names: of the trained parameters.
         masters: what the optimizer steps on.
         average: of the weights; None without.
+        deferred: gradients that wait for the optimizer step; None where every backward reduces its own.
+        collectives: what times them.
         steps: optimizer steps so far.
     """
 
@@ -40,6 +44,11 @@ class Learner:
         self.names = [name for name, _ in trained]
         self.all_parameters = list(self.backbone.transformer.parameters())
         self.masters = MasterWeights([p for _, p in trained])
+        self.deferred = None
+        if config.parallel.defer_gradient_sync and ranks() > 1:
+            self.deferred = DeferredGradients(self.backbone.transformer, self.masters.tensors)
+        self.collectives = CollectiveClock(self.backbone.device)
+        self.collectives.watch(self.backbone.transformer)
         given = config.optimizer
         self.optimizer = torch.optim.AdamW(
             self.masters.tensors,
@@ -54,8 +63,8 @@ class Learner:
         self._frozen: Backbone | None = None
         self._adapted = any("lora_" in name for name in self.names)
         if config.objective.kl_beta > 0 and not self._adapted:
-            self._frozen = _load(config.model, config.parallel.shards)
-            self._frozen.transformer.requires_grad_(False)
+            self._frozen = _load(config.model, config.parallel.shards, trained=False)
+            self.collectives.watch(self._frozen.transformer)
 
     def policy(self, prompts: Sequence[str]) -> VelocityPolicy:
         """The policy for these prompts, one per sample."""
@@ -152,18 +161,25 @@ class WithoutAdapter:
             self.transformer.enable_adapters()
 
 
-def _load(settings: ModelSettings, shards: int) -> Backbone:
-    """The backbone; on several ranks with fp32 weights, sharded, that are gathered in the network's dtype."""
-    dtype: torch.dtype = getattr(torch, settings.dtype)
-    several = ranks() > 1
-    stored = torch.promote_types(dtype, torch.float32) if several else dtype
+def _load(settings: ModelSettings, shards: int, trained: bool = True) -> Backbone:
+    """The backbone; on several ranks sharded, and gathered in the network's dtype.
+
+    Of sharded weights, only those that are trained are then kept in fp32.
+    """
+    dtype = precision(settings.dtype)
     options = read_options(settings.backbone, settings.options)
-    backbone = load_backbone(settings.backbone, settings.device, stored, **options)
+    backbone = load_backbone(settings.backbone, settings.device, dtype, **options)
+    if not trained:
+        backbone.transformer.requires_grad_(False)
     if settings.checkpointing:
         backbone.enable_gradient_checkpointing()
-    if several:
-        blocks = getattr(backbone, "blocks", None)
-        if not blocks:
-            raise ValueError(f"model: {backbone.name} has no blocks to shard over {ranks()} ranks; train it on one")
-        shard(blocks, backbone.transformer, dtype, shards)
+    if ranks() == 1:
+        return backbone
+    blocks = getattr(backbone, "blocks", None)
+    if not blocks:
+        raise ValueError(f"model: {backbone.name} has no blocks to shard over {ranks()} ranks; train it on one")
+    shard(blocks, backbone.transformer, dtype, shards)
+    for parameter in backbone.transformer.parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.to(torch.promote_types(parameter.dtype, torch.float32))
     return backbone

@@ -14,7 +14,8 @@ from jagg_core.grpo import checkpoint
 from jagg_core.grpo.config import GRPOConfig
 from jagg_core.grpo.learner import Learner
 from jagg_core.grpo.log import Log
-from jagg_core.grpo.trainer import GRPOTrainer, Metrics
+from jagg_core.grpo.metrics import Metrics
+from jagg_core.grpo.trainer import GRPOTrainer
 from jagg_core.records import environment, plain, read_json, require_writable, write_json
 from jagg_core.rewards import reward_versions
 
@@ -63,7 +64,9 @@ def train(
         versions = {
             k: v for one in (trainer.reward, *trainer.watched.values()) for k, v in reward_versions(one).items()
         }
-        write_json(folder / "environment.json", environment() | {"ranks": ranks(), "rewards": versions})
+        deferred = trainer.learner.deferred
+        parallel = {"ranks": ranks(), "unreduced_gradient_bytes": deferred.nbytes if deferred else 0}
+        write_json(folder / "environment.json", environment() | parallel | {"rewards": versions})
     barrier()
     logs = _open_logs(folder, config, trainer.update) if rank() == 0 else {}
     try:

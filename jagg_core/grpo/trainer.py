@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -10,11 +10,12 @@ from torch import Tensor
 from torch.utils.benchmark.utils.timer import timer
 
 from jagg_core.backbones import schedule_of
-from jagg_core.distributed import gathered, on_any_rank, rank, ranks
+from jagg_core.distributed import FixedParameters, gathered, on_any_rank, rank, ranks
 from jagg_core.engine import Report, accumulate_gradients
-from jagg_core.grpo.config import TRANSITIONS, GRPOConfig
+from jagg_core.grpo.config import TRANSITIONS, GRPOConfig, precision
 from jagg_core.grpo.graphs import require_memory
 from jagg_core.grpo.learner import Learner
+from jagg_core.grpo.metrics import Metrics, timed
 from jagg_core.grpo.plans import make_plan
 from jagg_core.grpo.sampling import Samples, prompts_of, random_steps, samples_of, window_of
 from jagg_core.imports import import_object
@@ -23,9 +24,6 @@ from jagg_core.policy import VelocityPolicy
 from jagg_core.rewards import Reward, RewardNotFinite, load_reward, options_of, score
 from jagg_core.seeding import derive_seed, initial_latents
 from jagg_core.trajectory import Trajectory, rollout, sample_ode
-
-STAGES = ("rollout", "reward", "forward", "upstream", "backward", "optimizer")
-"""What the seconds of an update are counted for; a forward and a backward include their communication."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +41,9 @@ class Recalibration:
     cosine: float
 
 
+ELSEWHERE = "another rank met a value that is not finite"
+
+
 class TrainingStopped(RuntimeError):
     """Too many updates in a row had values that are not finite."""
 
@@ -55,46 +56,6 @@ class Collected:
     policy: VelocityPolicy
     trajectory: Trajectory
     rewards: Tensor
-
-
-@dataclass
-class Metrics:
-    """Figures of an update, over all ranks where not said otherwise.
-
-    Attributes:
-        update: its number, from 1.
-        reward_mean: over the samples.
-        reward_std: over the samples.
-        groups_without_signal: prompts whose samples all have advantage zero.
-        loss: of the last optimizer step, this rank.
-        log_ratio_max: largest magnitude over optimizer steps, this rank.
-        clipped_share: mean over them, this rank.
-        grad_norm: before clipping, of the last optimizer step; None if it was skipped.
-        learning_rate: of the last optimizer step.
-        passes: differentiated passes of the update, in batches of a micro-batch.
-        forwards: forwards of the update.
-        skipped: why the update was skipped; empty if it was not.
-        seconds: by stage, this rank.
-    """
-
-    update: int
-    reward_mean: float | None = None
-    reward_std: float | None = None
-    groups_without_signal: int = 0
-    loss: float | None = None
-    log_ratio_max: float | None = None
-    clipped_share: float | None = None
-    grad_norm: float | None = None
-    learning_rate: float = 0.0
-    passes: int = 0
-    forwards: int = 0
-    skipped: str = ""
-    seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(STAGES, 0.0))
-
-    def row(self) -> dict[str, float | int | None]:
-        """As numbers by name, for a log."""
-        values = {k: v for k, v in vars(self).items() if k not in ("seconds", "skipped")}
-        return values | {"skipped": int(bool(self.skipped))} | {f"{k}_s": v for k, v in self.seconds.items()}
 
 
 class GRPOTrainer:
@@ -149,14 +110,20 @@ class GRPOTrainer:
             TrainingStopped: too many updates in a row were skipped.
         """
         metrics = Metrics(self.update + 1, learning_rate=self.learner.learning_rate())
-        try:
-            batches, reason = self._collect(metrics), ""
-        except (RewardNotFinite, FloatingPointError) as error:
-            batches, reason = [], str(error)
-        if on_any_rank(bool(reason), self.learner.backbone.device):
-            self._skip(metrics, reason or "another rank met a value that is not finite")
-        else:
-            self._learn(batches, metrics)
+        collectives = self.learner.collectives
+        with collectives.running():
+            try:
+                batches, reason = self._collect(metrics), ""
+            except (RewardNotFinite, FloatingPointError) as error:
+                batches, reason = [], str(error)
+            with timed(metrics, "reward"):
+                broken = on_any_rank(bool(reason), self.learner.backbone.device)
+            if broken:
+                self._skip(metrics, reason or ELSEWHERE)
+            else:
+                self._learn(batches, metrics)
+        if collectives.complete:
+            metrics.seconds["communication"] = collectives.seconds()
         self.update += 1
         return metrics
 
@@ -168,40 +135,69 @@ class GRPOTrainer:
         return [(one.policy, one.trajectory, advantages) for one, advantages in zip(found, values, strict=True)]
 
     def _collect(self, metrics: Metrics, purpose: str = "update") -> list[Collected]:
-        """This rank's samples of the update, in micro-batches, with their rewards."""
+        """This rank's samples of the update, in micro-batches, with their rewards.
+
+        Raises:
+            RewardNotFinite, FloatingPointError: once all were drawn, for other ranks gather weights in every forward.
+        """
         given, seed = self.config.rollout, self.config.run.seed
         prompts = prompts_of(self.learner.backbone.prompts, given.prompts, seed, self.update)
         window = window_of(given, seed, self.update)
         own = derive_seed(seed, purpose, self.update)
         graph_at = self._graph_at(window) if purpose == "update" else ()
-        found = []
+        found: list[Collected] = []
+        broken: RewardNotFinite | FloatingPointError | None = None
         for samples in samples_of(prompts, given.samples, rank(), ranks()).split(given.micro_batch):
-            with _timed(metrics, "rollout"):
-                policy = self.learner.policy(samples.prompts)
+            try:
+                found.append(self._draw(samples, own, window, graph_at, metrics))
+            except (RewardNotFinite, FloatingPointError) as error:
+                broken = broken or error
+        if broken is not None:
+            raise broken
+        return found
+
+    def _draw(
+        self, samples: Samples, seed: int, window: range | None, graph_at: tuple[int, ...], metrics: Metrics
+    ) -> Collected:
+        """A micro-batch with its rewards."""
+        given = self.config.rollout
+        with timed(metrics, "rollout"):
+            policy = self.learner.policy(samples.prompts)
+            latents = self._latents(seed, samples.groups if given.same_noise else samples.ids)
+            try:
                 trajectory = rollout(
                     policy,
                     self.sigmas,
                     self.transition,
-                    self._latents(own, samples.groups if given.same_noise else samples.ids),
-                    own,
+                    latents,
+                    seed,
                     sample_ids=samples.ids,
                     timestep_mode=given.timestep_mode,
                     window=window,
                     graph_at=graph_at,
                 )
-            with _timed(metrics, "reward"):
-                images = self.learner.backbone.decode(trajectory.final)
-                rewards = score(self.reward, images, samples.prompts)
-            steps = random_steps(given, own, samples.ids)
-            kept = trajectory if steps is None else trajectory.select(steps)
-            found.append(Collected(samples, policy, kept, rewards))
-        return found
+            except FloatingPointError:
+                self._keep_in_step(policy, latents)
+                raise
+        with timed(metrics, "reward"):
+            images = self.learner.backbone.decode(trajectory.final)
+            rewards = score(self.reward, images, samples.prompts)
+        steps = random_steps(given, seed, samples.ids)
+        return Collected(samples, policy, trajectory if steps is None else trajectory.select(steps), rewards)
+
+    @torch.no_grad()
+    def _keep_in_step(self, policy: VelocityPolicy, latents: Tensor) -> None:
+        """Make the forwards that a rollout broke off, in which other ranks gather weights."""
+        if isinstance(policy, FixedParameters):
+            sigma, rows = latents.new_full((len(latents),), 0.5), torch.arange(len(latents), device=latents.device)
+            for _ in range(policy.calls, self.config.rollout.steps):
+                policy.velocity(latents, sigma, rows)
 
     def _latents(self, seed: int, ids: tuple[int, ...]) -> Tensor:
         backbone = self.learner.backbone
         drawn = initial_latents(backbone.latent_shape, seed, ids)
         # all but the network runs in the dtype of the latents, at least fp32
-        wanted = torch.promote_types(torch.float32, getattr(torch, self.config.model.dtype))
+        wanted = torch.promote_types(torch.float32, precision(self.config.model.dtype))
         return drawn.to(backbone.device, wanted)
 
     def _advantages(self, batches: list[Collected], metrics: Metrics) -> list[Tensor]:
@@ -218,7 +214,8 @@ class GRPOTrainer:
 
     def _learn(self, batches: list[Collected], metrics: Metrics) -> None:
         given = self.config.optimizer
-        advantages = self._advantages(batches, metrics)
+        with timed(metrics, "reward"):
+            advantages = self._advantages(batches, metrics)
         share = sum(len(batch.samples) for batch in batches) // given.steps_per_rollout
         reports = []
         for _ in range(given.epochs):
@@ -239,24 +236,31 @@ class GRPOTrainer:
     ) -> list[Report] | str:
         """One optimizer step on the samples at the places ``part``; why it was skipped, if it was."""
         reports, place, reason = [], 0, ""
+        deferred = self.learner.deferred
+        if deferred is not None:
+            deferred.keep()
         for batch, values in zip(batches, advantages, strict=True):
             inside = range(max(part.start - place, 0), min(part.stop - place, len(values)))
             place += len(values)
             if not inside:
                 continue
             try:
-                reports.append(self._accumulate(batch, values, inside, len(part)))
+                with timed(metrics, "upstream"):  # with all that is neither forward nor backward
+                    reports.append(self._accumulate(batch, values, inside, len(part)))
             except FloatingPointError as error:
-                reason = str(error)
-                break
+                reason = reason or str(error)  # and on, for other ranks gather weights in every pass
         for report in reports:
-            for stage, seconds in report.seconds.items():
-                metrics.seconds[stage] += seconds
-        with _timed(metrics, "optimizer"):
+            for stage in ("forward", "backward"):
+                metrics.seconds[stage] += report.seconds[stage]
+                metrics.seconds["upstream"] -= report.seconds[stage]
+        if deferred is not None:
+            with timed(metrics, "backward"):
+                deferred.reduce()
+        with timed(metrics, "optimizer"):
             metrics.learning_rate = self.learner.learning_rate()
             if on_any_rank(bool(reason), self.learner.backbone.device):
                 self.learner.masters.clear_gradients()
-                return reason or "another rank met a value that is not finite"
+                return reason or ELSEWHERE
             metrics.grad_norm = self.learner.step()
         metrics.loss = sum(report.loss for report in reports)
         return reports if metrics.grad_norm is not None else "the gradient is not finite"
@@ -354,16 +358,3 @@ class GRPOTrainer:
         if state["knots"]:
             self._take_knots(tuple(state["knots"]))
         self.learner.restored(int(state["optimizer_steps"]))
-
-
-class _timed:
-    """Adds the seconds of a block to a stage."""
-
-    def __init__(self, metrics: Metrics, stage: str) -> None:
-        self.metrics, self.stage = metrics, stage
-
-    def __enter__(self) -> None:
-        self.start = timer()
-
-    def __exit__(self, *error: object) -> None:
-        self.metrics.seconds[self.stage] += timer() - self.start

@@ -1,0 +1,62 @@
+"""Figures of an update, and the seconds of its stages."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from torch.utils.benchmark.utils.timer import timer
+
+STAGES = ("rollout", "reward", "forward", "upstream", "backward", "optimizer")
+"""What the seconds of an update are counted for. Each includes its communication: waiting for slower ranks too."""
+
+
+@dataclass
+class Metrics:
+    """Figures of an update, over all ranks where not said otherwise.
+
+    Attributes:
+        update: its number, from 1.
+        reward_mean: over the samples.
+        reward_std: over the samples.
+        groups_without_signal: prompts whose samples all have advantage zero.
+        loss: of the last optimizer step, this rank.
+        log_ratio_max: largest magnitude over optimizer steps, this rank.
+        clipped_share: mean over them, this rank.
+        grad_norm: before clipping, of the last optimizer step; None if it was skipped.
+        learning_rate: of the last optimizer step.
+        passes: differentiated passes of the update, in batches of a micro-batch.
+        forwards: forwards of the update.
+        skipped: why the update was skipped; empty if it was not.
+        seconds: by stage, and of them in collectives (``communication``, see `CollectiveClock`); this rank.
+    """
+
+    update: int
+    reward_mean: float | None = None
+    reward_std: float | None = None
+    groups_without_signal: int = 0
+    loss: float | None = None
+    log_ratio_max: float | None = None
+    clipped_share: float | None = None
+    grad_norm: float | None = None
+    learning_rate: float = 0.0
+    passes: int = 0
+    forwards: int = 0
+    skipped: str = ""
+    seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(STAGES, 0.0))
+
+    def row(self) -> dict[str, float | int | None]:
+        """As numbers by name, for a log."""
+        values = {k: v for k, v in vars(self).items() if k not in ("seconds", "skipped")}
+        return values | {"skipped": int(bool(self.skipped))} | {f"{k}_s": v for k, v in self.seconds.items()}
+
+
+@contextmanager
+def timed(metrics: Metrics, stage: str) -> Iterator[None]:
+    """Add the seconds of the body to a stage, also if it fails."""
+    start = timer()
+    try:
+        yield
+    finally:
+        metrics.seconds[stage] += timer() - start

@@ -106,6 +106,13 @@ def sentences(record: Record, frames: dict[str, pd.DataFrame]) -> list[str]:
             f"{row['update_speed_up']:.2f}x in the update, {row['step_speed_up']:.2f}x in the step; final reward "
             f"{row['final']:.4f}, difference to exact {row['difference']:+.4f}{interval}: {row['verdict']}; {when}."
         )
+    for _, row in frames["watched"].iterrows():
+        if row["difference_low"] > 0 or row["difference_high"] < 0:
+            said.append(
+                f"{row['reward']}, watched: {LABELS[row['arm']]} ends {row['difference']:+.4f} "
+                f"[{row['difference_low']:+.4f}, {row['difference_high']:+.4f}] from exact's {row['exact']:.4f}: "
+                f"{row['place']}."
+            )
     return said
 
 
@@ -132,6 +139,16 @@ def printable(frames: dict[str, pd.DataFrame]) -> dict[str, pd.DataFrame]:
         }
         watched = {name: table[name].map("{:.4f}".format) for name in table if name.startswith("final ")}
         shown["arms"] = pd.DataFrame(plain | watched)
+        moved = frames["watched"]
+        shown["watched"] = pd.DataFrame(
+            {
+                "reward": moved["reward"],
+                "arm": moved["arm"].map(LABELS),
+                "exact's": moved["exact"].map("{:.4f}".format),
+                "difference to exact": [_signed(row) for _, row in moved.iterrows()],
+                "place": moved["place"],
+            }
+        )
     if len(frames["failures"]):
         shown["failures"] = frames["failures"]
     return shown

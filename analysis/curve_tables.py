@@ -48,9 +48,9 @@ def held_out(record: Record) -> pd.DataFrame:
 def verdict(arm: Sequence[float], exact: Sequence[float]) -> tuple[str, float, float | None, float | None]:
     """Final rewards of an arm beside exact's, seed by seed: one of `VERDICTS`, the mean difference, its 95 % interval.
 
-    An arm whose mean lies inside the range of exact's own seeds is no further from exact than another seed is; it is
-    lower or higher all the same if the interval of the paired difference leaves zero out. Outside the range that makes
-    it better or worse; all else is inconclusive.
+    An arm is inside the range of exact's own seeds if exact's mean stays in it with the difference added, as far as the
+    interval reaches: it is surely no further from exact than another seed is. An interval that leaves zero out says
+    lower or higher while the arm's mean is in the range, else worse or better; all else is inconclusive.
     """
     difference = np.array(arm) - np.array(exact)
     mean = float(difference.mean())
@@ -59,12 +59,13 @@ def verdict(arm: Sequence[float], exact: Sequence[float]) -> tuple[str, float, f
     half = float(stats.t.ppf(0.975, len(difference) - 1) * difference.std(ddof=1) / np.sqrt(len(difference)))
     low, high = mean - half, mean + half
     inside = min(exact) <= np.mean(arm) <= max(exact)
+    surely = min(exact) <= np.mean(exact) + low and np.mean(exact) + high <= max(exact)
     if low > 0:
         found = f"higher, {INSIDE}" if inside else "better"
     elif high < 0:
         found = f"lower, {INSIDE}" if inside else "worse"
     else:
-        found = INSIDE if inside else "inconclusive"
+        found = INSIDE if surely else "inconclusive"
     return found, mean, low, high
 
 
@@ -132,6 +133,28 @@ def arms(record: Record, table: pd.DataFrame, evaluated: pd.DataFrame) -> pd.Dat
     return pd.DataFrame(rows)
 
 
+def watched(record: Record, evaluated: pd.DataFrame) -> pd.DataFrame:
+    """A row per arm and watched reward after exact's updates: what training moved beside the trained reward.
+
+    ``place`` is `verdict`'s, without a claim which direction is good: "above exact's band", "below exact's band".
+    """
+    words = {"better": "above exact's band", "worse": "below exact's band"}
+    rows = []
+    for name in record.settings["watched"]:
+        last = evaluated[(evaluated["after"] == record.settings["updates"]) & (evaluated["reward"] == name)]
+        final = last.pivot(index="seed", columns="arm", values="value")
+        for arm in (arm for arm in dict.fromkeys(last["arm"]) if arm != "exact"):
+            pairs = final[[arm, "exact"]].dropna()
+            if not len(pairs):
+                continue  # nothing to pair it with
+            place, mean, low, high = verdict(list(pairs[arm]), list(pairs["exact"]))
+            row = {"reward": name, "arm": arm, "seeds": len(pairs), "exact": float(pairs["exact"].mean())}
+            difference = {"difference": mean, "difference_low": low, "difference_high": high}
+            rows.append(row | difference | {"place": words.get(place, place)})
+    columns = ["reward", "arm", "seeds", "exact", "difference", "difference_low", "difference_high", "place"]
+    return pd.DataFrame(rows, columns=columns)
+
+
 def all_tables(record: Record) -> dict[str, pd.DataFrame]:
     """Every table by the name of its file; empty ones where no run of exact ended well."""
     failures = pd.DataFrame(
@@ -145,5 +168,6 @@ def all_tables(record: Record) -> dict[str, pd.DataFrame]:
         "training": table,
         "held_out": evaluated,
         "arms": arms(record, table, evaluated),
+        "watched": watched(record, evaluated),
         "failures": failures,
     }

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from analysis.curve_tables import all_tables, arms, held_out, reached, speed_ups, training, verdict
+from analysis.curve_page import sentences
+from analysis.curve_tables import all_tables, arms, held_out, reached, speed_ups, training, verdict, watched
 from analysis.curves import NOT_REACHED, Curves, run
 from analysis.report import write_report
 from jagg_core.records import Cell, Record
@@ -101,7 +102,7 @@ def test_costs_and_rewards_are_compared_with_exact() -> None:
     assert (row["backward_speed_up"], row["update_speed_up"], row["step_speed_up"]) == (4.0, 4.0, 2.5)
     assert row["final"] == pytest.approx(3.1 / 3)
     assert row["difference"] == pytest.approx(-0.2 / 3)
-    assert row["verdict"] == "inside exact's band"
+    assert row["verdict"] == "inconclusive"
     # 1.1 lies between 3.1 / 3 after two updates and 1.5 times that after three
     updates = 2 + (1.1 - 3.1 / 3) / (0.5 * 3.1 / 3)
     assert row["updates_to_exact"] == pytest.approx(updates)
@@ -121,18 +122,32 @@ def test_speed_ups_compare_what_ran_in_the_same_turn() -> None:
     assert found.loc["exact"].to_dict() == {"update_speed_up": 1.0, "step_speed_up": 1.0}
 
 
+def test_what_was_not_trained_is_compared_too() -> None:
+    record = curve_record({"exact": [1.0, 1.2, 1.1], "causal-5": [1.0, 1.1, 1.0]})
+    for cell in record.cells:
+        drift = 5.0 if cell.settings["arm"] == "causal-5" else 0.0
+        cell.samples["held_out sharpness"] = [drift + 0.1 * cell.settings["seed"]] * len(cell.samples["reward"])
+    [row] = watched(record, held_out(record)).to_dict("records")
+    assert (row["reward"], row["arm"], row["seeds"], row["place"]) == ("sharpness", "causal-5", 3, "above exact's band")
+    assert (row["difference"], row["difference_low"], row["difference_high"]) == pytest.approx((5.0, 5.0, 5.0))
+    record.settings |= {"prompts": 4, "samples": 8, "eta": 0.7, "centring": "prompt"}
+    said = sentences(record, all_tables(record))[-1]
+    assert said.startswith("sharpness, watched: causal, 5 passes ends +5.0000 [+5.0000, +5.0000] from exact's 0.1000")
+
+
 @pytest.mark.parametrize(
     ("arm", "exact", "expected"),
     [
         ([1.0], [1.0], "inconclusive"),
-        ([1.0, 1.2], [0.9, 1.3], "inside exact's band"),
+        ([1.0, 1.49, 2.01], [1.0, 1.5, 2.0], "inside exact's band"),
+        ([1.0, 1.2], [0.9, 1.3], "inconclusive"),
         ([0.5, 0.6, 0.55], [1.0, 1.1, 1.05], "worse"),
         ([2.0, 2.1, 2.05], [1.0, 1.1, 1.05], "better"),
         ([0.2, 1.6, 0.9], [1.0, 1.1, 1.2], "inconclusive"),
         ([0.98, 1.98, 2.98], [1.0, 2.0, 3.0], "lower, inside exact's band"),
         ([1.02, 2.02, 3.02], [1.0, 2.0, 3.0], "higher, inside exact's band"),
     ],
-    ids=["one-seed", "inside", "worse", "better", "wide", "lower", "higher"],
+    ids=["one-seed", "inside", "inside-not-surely", "worse", "better", "wide", "lower", "higher"],
 )
 def test_a_verdict_needs_seeds_and_a_difference(arm: list[float], exact: list[float], expected: str) -> None:
     assert verdict(arm, exact)[0] == expected

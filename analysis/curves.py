@@ -16,7 +16,7 @@ from tqdm import tqdm
 from jagg_core.backbones import read_options
 from jagg_core.checks import require_at_least, require_one_of
 from jagg_core.grpo import GRPOConfig, GRPOTrainer
-from jagg_core.grpo.config import (
+from jagg_core.grpo.settings import (
     AdvantageSettings,
     ModelSettings,
     OptimizerSettings,

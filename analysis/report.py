@@ -77,9 +77,8 @@ def _write(run: Path, record: Record) -> tuple[Path, dict[str, pd.DataFrame], li
             found = calibration(record, eta, frames)
             write_json(file, found)
             lines += lines_to_paste(record, eta, found["recommended"], file)
-            # a page tells no paths of a machine
-            told_as = Path(run.name) / file.name if run.is_absolute() else file
-            on_page += lines_to_paste(record, eta, found["recommended"], told_as)
+            # the page is the same in every folder; the file lies beside it
+            on_page += lines_to_paste(record, eta, found["recommended"], Path(file.name))
     samples = run / "samples.png"
     page = render(
         "report.html",

@@ -9,7 +9,7 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any, TextIO
 
-from jagg_core.grpo.config import RunSettings
+from jagg_core.grpo.settings import RunSettings
 from jagg_core.records import write_atomically
 
 

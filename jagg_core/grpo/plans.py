@@ -6,7 +6,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from jagg_core.grpo.config import PlanSettings
+from jagg_core.grpo.settings import PlanSettings
 from jagg_core.plan import (
     Plan,
     causal_plan,

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from jagg_core.grpo.config import RolloutSettings
+from jagg_core.grpo.settings import RolloutSettings
 from jagg_core.seeding import generator_for
 
 

@@ -12,12 +12,13 @@ from torch.utils.benchmark.utils.timer import timer
 from jagg_core.backbones import schedule_of
 from jagg_core.distributed import FixedParameters, gathered, on_any_rank, rank, ranks
 from jagg_core.engine import Report, accumulate_gradients
-from jagg_core.grpo.config import TRANSITIONS, GRPOConfig, precision
+from jagg_core.grpo.config import GRPOConfig
 from jagg_core.grpo.graphs import require_memory
 from jagg_core.grpo.learner import Learner
 from jagg_core.grpo.metrics import Metrics, timed
 from jagg_core.grpo.plans import make_plan
 from jagg_core.grpo.sampling import Samples, prompts_of, random_steps, samples_of, window_of
+from jagg_core.grpo.settings import TRANSITIONS, precision
 from jagg_core.imports import import_object
 from jagg_core.objective import group_advantages, groups_without_signal
 from jagg_core.policy import VelocityPolicy

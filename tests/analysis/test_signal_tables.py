@@ -318,7 +318,7 @@ def test_the_noise_of_exact(gradients: Gradients) -> None:
 def test_all_tables_are_those(gradients: Gradients) -> None:
     record = record_of(*cells_of(gradients), *cells_of(gradients, "ones"))
     found = all_tables(record)
-    assert list(found) == ["signal", "by_batch", "centring", "noise"]
+    assert list(found) == ["signal", "by_batch", "centring", "noise", "pairs"]
     for name, frame in found.items():
         pd.testing.assert_frame_equal(frame, getattr(signal_tables, name)(record))
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from jagg_core.grpo import GRPOConfig, GRPOTrainer, Metrics, train
-from jagg_core.grpo.config import ModelSettings, PlanSettings, RewardSettings, RolloutSettings, RunSettings
+from jagg_core.grpo.settings import ModelSettings, PlanSettings, RewardSettings, RolloutSettings, RunSettings
 
 SMALL = GRPOConfig(
     model=ModelSettings(ema_decay=0.9),

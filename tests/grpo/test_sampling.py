@@ -6,8 +6,8 @@ from collections import Counter
 
 import pytest
 
-from jagg_core.grpo.config import RolloutSettings
 from jagg_core.grpo.sampling import prompts_of, random_steps, samples_of, window_of
+from jagg_core.grpo.settings import RolloutSettings
 
 
 def test_the_pool_of_prompts_is_used_up_before_it_is_shuffled_anew() -> None:

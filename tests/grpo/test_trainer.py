@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from jagg_core import DanceSDE, accumulate_gradients, initial_latents, rollout
 from jagg_core.backbones import load_backbone
 from jagg_core.grpo import GRPOTrainer, TrainingStopped, graphs
-from jagg_core.grpo.config import PlanSettings
 from jagg_core.grpo.graphs import graph_bytes
 from jagg_core.grpo.learner import Learner, WithoutAdapter
 from jagg_core.grpo.plans import jagg_frac_of, make_plan
 from jagg_core.grpo.sampling import prompts_of
+from jagg_core.grpo.settings import PlanSettings
 from jagg_core.grpo.weights import MasterWeights
 from jagg_core.objective import step_log_prob
 from jagg_core.records import RecordError

@@ -1,0 +1,346 @@
+"""Settings of a training run, a dataclass for each section of its configuration."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from jagg_core.backbones import ScheduleName, check_schedule, read_options
+from jagg_core.checks import require_at_least, require_one_of, require_positive
+from jagg_core.engine import BackwardMode, PartlyClipped, UpstreamMode
+from jagg_core.imports import import_object
+from jagg_core.objective import ClippedSurrogate
+from jagg_core.plan import Plan, routed_groups
+from jagg_core.schedule import TimestepMode
+from jagg_core.transitions import CPS, DanceSDE, FlowSDE, Transition
+
+TRANSITIONS: dict[str, type[Transition]] = {"dance": DanceSDE, "flow": FlowSDE, "cps": CPS}
+"""Kernels by the name that a configuration gives them."""
+
+Estimator = Literal["exact", "jagg", "endpoint", "subsample", "causal", "spline"]
+TrainedSteps = Literal["all", "random", "window"]
+DTYPES = ("float32", "bfloat16", "float16", "float64")
+
+
+@dataclass(frozen=True)
+class ModelSettings:
+    """What is trained.
+
+    Attributes:
+        backbone: a registered name, or your own as module:function.
+        options: option=value of its loader, such as path=FOLDER lora_rank=32.
+        guidance: None is the backbone's usual one.
+        device: where it runs; under torchrun "cuda" is this rank's own.
+        dtype: the network computes in; half precision keeps master weights and gradients in fp32.
+        checkpointing: recompute activations in the backward.
+        ema_decay: of an average of the weights; 0 keeps none.
+    """
+
+    backbone: str = "digits-flux"
+    options: tuple[str, ...] = ()
+    guidance: float | None = None
+    device: str = "cpu"
+    dtype: str = "float32"
+    checkpointing: bool = False
+    ema_decay: float = 0.0
+
+    def __post_init__(self) -> None:
+        read_options(self.backbone, self.options)
+        require_one_of("dtype", self.dtype, DTYPES)
+        if not 0 <= self.ema_decay < 1:
+            raise ValueError(f"ema_decay must be at least 0 and below 1, found {self.ema_decay}")
+
+
+@dataclass(frozen=True)
+class RolloutSettings:
+    """How samples are drawn, and which of their steps are trained. The last step never is: it adds no noise.
+
+    Attributes:
+        prompts: prompts of an update, over all ranks.
+        samples: samples of each prompt.
+        micro_batch: rows of a forward, in rollout and update alike; on every rank.
+        steps: sampling steps.
+        schedule: sigmas; "own" are those of the backbone's sampler.
+        shift: time shift of the schedule "dance".
+        transition: kernel of the SDE steps.
+        eta: its noise level.
+        timestep_mode: what the network is told instead of sigma.
+        same_noise: all samples of a prompt start from the same noise, as DanceGRPO's do.
+        trained: "all" steps; a "random" subset, drawn for each sample; or a "window" outside of which the sampler
+            adds no noise.
+        fraction: share of the steps in a random subset.
+        window_size: steps of the window.
+        window_range: first step of the window is drawn from here, end excluded.
+        window_interval: 0 draws the window's start anew for every update; else it moves on by ``window_size`` after
+            so many updates, through the range and again (MixGRPO).
+    """
+
+    prompts: int = 4
+    samples: int = 16
+    micro_batch: int = 16
+    steps: int = 21
+    schedule: ScheduleName = "dance"
+    shift: float = 3.0
+    transition: Literal["dance", "flow", "cps"] = "dance"
+    eta: float = 0.7
+    timestep_mode: TimestepMode = "float"
+    same_noise: bool = False
+    trained: TrainedSteps = "all"
+    fraction: float = 1.0
+    window_size: int = 2
+    window_range: tuple[int, int] = (0, 5)
+    window_interval: int = 0
+
+    def __post_init__(self) -> None:
+        require_at_least(self, prompts=1, samples=1, micro_batch=1, steps=2, window_size=1, window_interval=0)
+        check_schedule(self.schedule, self.steps, self.shift)
+        require_one_of("transition", self.transition, tuple(TRANSITIONS))
+        require_one_of("timestep_mode", self.timestep_mode, TimestepMode)
+        require_one_of("trained", self.trained, TrainedSteps)
+        TRANSITIONS[self.transition](self.eta)
+        if not 0 < self.fraction <= 1:
+            raise ValueError(f"fraction must be above 0 and at most 1, found {self.fraction}")
+        if self.trained == "window":
+            low, high = self.window_range
+            last = self.steps - 1 - self.window_size
+            if not 0 <= low < high or high - 1 > last:
+                raise ValueError(
+                    f"window_range must lie in 0..{last + 1} for windows of {self.window_size} of the "
+                    f"{self.steps - 1} steps that can be trained, found {list(self.window_range)}"
+                )
+
+    @property
+    def batch(self) -> int:
+        """Samples of an update, over all ranks."""
+        return self.prompts * self.samples
+
+    @property
+    def trained_steps(self) -> int:
+        """Steps of each sample that are trained."""
+        if self.trained == "window":
+            return self.window_size
+        # the tolerance keeps 0.58 * 50 at 29, whatever its binary fraction
+        return max(1, int(self.fraction * (self.steps - 1) + 1e-9)) if self.trained == "random" else self.steps - 1
+
+
+@dataclass(frozen=True)
+class RewardSettings:
+    """What is rewarded.
+
+    Attributes:
+        name: a registered reward, module:function, or a weighted sum such as classifier+0.5*colourfulness.
+        options: reward.option=value, such as pickscore.path=FOLDER.
+    """
+
+    name: str = "classifier"
+    options: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class AdvantageSettings:
+    """How rewards become advantages; see `jagg_core.group_advantages`.
+
+    Attributes:
+        centre: whose mean is subtracted.
+        scale: by whose standard deviation is divided ("batch" is flow_grpo's global_std).
+        std: sample or population.
+        eps: added to the standard deviation.
+    """
+
+    centre: Literal["prompt", "batch", "none"] = "prompt"
+    scale: Literal["prompt", "batch", "none"] = "prompt"
+    std: Literal["sample", "population"] = "sample"
+    eps: float = 1e-8
+
+    def __post_init__(self) -> None:
+        for name in ("centre", "scale"):
+            require_one_of(name, getattr(self, name), ("prompt", "batch", "none"))
+        require_one_of("std", self.std, ("sample", "population"))
+        if not 0 <= self.eps < math.inf:
+            raise ValueError(f"eps must be at least 0, found {self.eps}")
+
+
+@dataclass(frozen=True)
+class PlanSettings:
+    """Which estimator of the update gradient, and how the engine runs it.
+
+    Attributes:
+        estimator: the rule.
+        window: steps per group, for jagg and endpoint.
+        jagg_frac: share of the groups that is approximated, for jagg and endpoint; "calibrated" takes it from
+            ``calibration`` for this window.
+        weighting: of jagg.
+        passes: for subsample, and for causal and spline from a calibration.
+        knots: for causal and spline, instead of a calibration.
+        predict: causal with predicted knots.
+        calibration: a calibration-*.json that fits this run's rollouts.
+        upstream: see `jagg_core.accumulate_gradients`.
+        backward: see there.
+        partly_clipped: see there.
+        keep_graphs: the rollout keeps its graphs at the knots until the rewards are known, so that the update makes no
+            forward. Memory for all micro-batches is estimated before the first one, and refused if it does not fit.
+        recalibrate_every: updates after which the knots of causal are searched anew, for the policy as it is then;
+            0: never.
+        recalibrate: what searches them, as module:function of the trainer.
+    """
+
+    estimator: Estimator = "exact"
+    window: int = 4
+    jagg_frac: float | Literal["calibrated"] = 0.6
+    weighting: Literal["sigma", "index"] = "sigma"
+    passes: int = 8
+    knots: tuple[int, ...] = ()
+    predict: bool = False
+    calibration: str = ""
+    upstream: UpstreamMode = "auto"
+    backward: BackwardMode = "auto"
+    partly_clipped: PartlyClipped = "exact"
+    keep_graphs: bool = False
+    recalibrate_every: int = 0
+    recalibrate: str = "analysis.recalibrate:causal_knots"
+
+    def __post_init__(self) -> None:
+        require_one_of("estimator", self.estimator, Estimator)
+        require_one_of("weighting", self.weighting, ("sigma", "index"))
+        require_one_of("upstream", self.upstream, UpstreamMode)
+        require_one_of("backward", self.backward, BackwardMode)
+        require_one_of("partly_clipped", self.partly_clipped, PartlyClipped)
+        require_at_least(self, window=1, passes=1, recalibrate_every=0)
+        if self.recalibrate_every:
+            if self.estimator != "causal":
+                raise ValueError(f"recalibrate_every is for the estimator causal, found {self.estimator}")
+            import_object(self.recalibrate, "recalibrate", "module:function")
+        if self.jagg_frac == "calibrated":
+            if not self.calibration:
+                raise ValueError("jagg_frac 'calibrated' needs a calibration file, found none")
+        else:
+            routed_groups(1, self.jagg_frac)
+        if self.estimator in ("causal", "spline"):
+            if bool(self.knots) == bool(self.calibration):
+                raise ValueError(
+                    f"estimator {self.estimator} needs either knots or a calibration, "
+                    f"found knots {list(self.knots)} and calibration {self.calibration!r}"
+                )
+            if self.calibration:
+                Plan.from_calibration(self.calibration, self.passes, family=self.estimator)
+        if self.predict and self.estimator != "causal":
+            raise ValueError(f"predict is for the estimator causal, found {self.estimator}")
+
+
+@dataclass(frozen=True)
+class ObjectiveSettings:
+    """The loss; see `jagg_core.ClippedSurrogate`.
+
+    Attributes:
+        clip_range: of the ratio.
+        adv_clip: of advantages.
+        kl_beta: weight of the KL to the policy as it was loaded.
+    """
+
+    clip_range: float = 1e-4
+    adv_clip: float = 5.0
+    kl_beta: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.build()
+
+    def build(self) -> ClippedSurrogate:
+        """The objective."""
+        return ClippedSurrogate(self.clip_range, self.adv_clip, self.kl_beta)
+
+
+@dataclass(frozen=True)
+class OptimizerSettings:
+    """AdamW, and how often it steps.
+
+    Attributes:
+        learning_rate: after the warm-up.
+        warmup: optimizer steps over which it rises linearly.
+        weight_decay: of AdamW.
+        beta1: of AdamW.
+        beta2: of AdamW.
+        epsilon: of AdamW.
+        max_grad_norm: gradients are scaled down to it.
+        steps_per_rollout: optimizer steps in one pass over the samples of a rollout, each on an equal share of them.
+        epochs: passes over the samples; all but the first step are off policy.
+    """
+
+    learning_rate: float = 1e-4
+    warmup: int = 0
+    weight_decay: float = 1e-4
+    beta1: float = 0.9
+    beta2: float = 0.999
+    epsilon: float = 1e-8
+    max_grad_norm: float = 1.0
+    steps_per_rollout: int = 1
+    epochs: int = 1
+
+    def __post_init__(self) -> None:
+        require_positive(self, "learning_rate", "max_grad_norm", "epsilon")
+        require_at_least(self, warmup=0, weight_decay=0, steps_per_rollout=1, epochs=1)
+        for name in ("beta1", "beta2"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 0 and below 1, found {getattr(self, name)}")
+
+
+@dataclass(frozen=True)
+class RunSettings:
+    """Length, seed, checkpoints and logs.
+
+    Attributes:
+        updates: rollouts, each followed by its optimizer steps.
+        seed: of everything that is drawn.
+        checkpoint_every: updates between checkpoints; the last update always has one. 0: only that.
+        keep: newest checkpoints that are kept.
+        eval_every: updates between evaluations on held-out noise; 0: none.
+        eval_samples: samples per prompt of an evaluation, drawn without SDE noise.
+        eval_prompts: prompts of an evaluation.
+        eval_rewards: rewards that are evaluated besides the trained one; their options stand with its own.
+        max_skipped: updates in a row that may be skipped for values that are not finite before the run stops.
+        timeout: seconds that a rank waits for the others.
+        tensorboard: also write event files.
+        wandb: also log to this Weights & Biases project.
+    """
+
+    updates: int = 100
+    seed: int = 0
+    checkpoint_every: int = 20
+    keep: int = 2
+    eval_every: int = 0
+    eval_samples: int = 8
+    eval_prompts: int = 8
+    eval_rewards: tuple[str, ...] = ()
+    max_skipped: int = 3
+    timeout: int = 600
+    tensorboard: bool = False
+    wandb: str = ""
+
+    def __post_init__(self) -> None:
+        require_at_least(self, updates=1, checkpoint_every=0, keep=1, eval_every=0, eval_samples=1, eval_prompts=1)
+        require_at_least(self, max_skipped=1, timeout=1)
+
+
+@dataclass(frozen=True)
+class ParallelSettings:
+    """How weights lie over the ranks of ``torchrun``.
+
+    Attributes:
+        shards: ranks that share one copy of the weights (FSDP2); 0 is all of them, fewer make copies (HSDP).
+        defer_gradient_sync: reduce gradients once per optimizer step instead of after every backward. Each rank then
+            keeps them whole, 4 bytes per trained parameter, which is refused where it does not fit.
+    """
+
+    shards: int = 0
+    defer_gradient_sync: bool = False
+
+    def __post_init__(self) -> None:
+        require_at_least(self, shards=0)
+
+
+def precision(dtype: str) -> torch.dtype:
+    """The torch dtype of a name in `DTYPES`."""
+    found: torch.dtype = getattr(torch, dtype)
+    return found

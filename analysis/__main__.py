@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 from pathlib import Path
+from subprocess import CalledProcessError
 from typing import Any
 
 import pandas as pd
@@ -119,7 +120,10 @@ def main(argv: list[str] | None = None) -> None:
     try:
         if arguments.command == "manifest":
             if arguments.rerun:
-                manifest.rerun(arguments.root, CHECKOUT)
+                try:
+                    manifest.rerun(arguments.root, CHECKOUT)
+                except CalledProcessError as error:
+                    top.exit(1, f"{top.prog}: error: a command failed, its record is as it was: {error}\n")
             write_json(arguments.root / manifest.NAME, manifest.manifest(arguments.root, CHECKOUT))
             print(f"wrote {arguments.root / manifest.NAME}")
             return

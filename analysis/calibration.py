@@ -156,6 +156,9 @@ def lines_to_paste(record: Record, eta: float, found: Mapping[str, Any], file: P
             targets.setdefault((plan["passes"], plan["predict"]), []).append(target)
     recipe = record.settings["recipe"]
     shared = ["--model.backbone", record.backbone, "--reward.name", record.settings["reward"]]
+    for name, usual in (("device", "cpu"), ("dtype", "float32")):
+        if record.settings.get(name, usual) != usual:
+            shared += [f"--model.{name}", record.settings[name]]
     for flag, name in (("--model.options", "backbone_options"), ("--reward.options", "reward_options")):
         if record.settings.get(name):
             shared += [flag, json.dumps(record.settings[name])]

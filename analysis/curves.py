@@ -214,7 +214,7 @@ def _advance(cell: Cell, trainer: GRPOTrainer, settings: Curves) -> None:
     try:
         metrics = trainer.step()
     except (ValueError, RuntimeError, ArithmeticError) as error:
-        cell.status, cell.reason = "failed", f"{type(error).__name__}: {error}"
+        _fail(cell, error)
         return
     update = sum(metrics.seconds[stage] for stage in ("forward", "upstream", "backward", "optimizer"))
     seen = {
@@ -230,11 +230,19 @@ def _advance(cell: Cell, trainer: GRPOTrainer, settings: Curves) -> None:
     cell.values["skipped"] = trainer.skipped
     due = trainer.update % settings.eval_every == 0
     if due or trainer.update in (settings.updates, settings.last_update(cell.settings["arm"])):
-        _evaluate(cell, trainer)
+        try:
+            _evaluate(cell, trainer)
+        except (ValueError, RuntimeError, ArithmeticError) as error:
+            _fail(cell, error)
+
+
+def _fail(cell: Cell, error: Exception) -> None:
+    cell.status, cell.reason = "failed", f"{type(error).__name__}: {error}"
 
 
 def _evaluate(cell: Cell, trainer: GRPOTrainer) -> None:
     """Add held-out rewards, and after how many updates they are."""
+    found = trainer.evaluate()
     cell.samples.setdefault("evaluated_after", []).append(float(trainer.update))
-    for name, value in trainer.evaluate().items():
+    for name, value in found.items():
         cell.samples.setdefault(f"held_out {name}", []).append(value)

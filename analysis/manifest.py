@@ -57,8 +57,15 @@ def rerun(root: Path, checkout: Path) -> None:
     entries = sorted(manifest(root, checkout), key=lambda entry: (entry["kind"] != "calibrate", entry["file"]))
     for entry in entries:
         print(entry["command"], flush=True)
-        (root / entry["file"]).unlink()  # a run that finds its record may take it for its own beginning
-        subprocess.run([sys.executable, *shlex.split(entry["command"])[1:]], check=True, cwd=checkout)
+        record = root / entry["file"]
+        aside = record.replace(record.with_name(f".{record.name}"))  # a run may take a record for its own beginning
+        try:
+            subprocess.run([sys.executable, *shlex.split(entry["command"])[1:]], check=True, cwd=checkout)
+        finally:
+            if record.exists():
+                aside.unlink()
+            else:
+                aside.replace(record)
 
 
 def digest(path: Path) -> str:

@@ -222,6 +222,8 @@ def main(argv: list[str] | None = None) -> None:
             (train_backbone if arguments.command == "backbones" else train_reward)(arguments)
         else:
             (list_backbone_table if arguments.command == "backbones" else list_reward_table)()
+    except ImportError as error:
+        top.exit(2, f"{top.prog}: error: {error}: pip install 'jagg-core[pretrained,train,rewards]'\n")
     except (ValueError, OSError, FloatingPointError, torch.cuda.OutOfMemoryError) as error:
         top.exit(2, f"{top.prog}: error: {error}\n")
     if failed:

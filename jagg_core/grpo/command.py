@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -46,19 +45,13 @@ def parser(overrides: dict[str, dict[str, Any]]) -> Any:
 
 
 def configure(argv: Sequence[str]) -> tuple[Any, GRPOConfig]:
-    """Arguments and configuration. A preset's values depend on the backbone, which flags or a file name.
+    """Arguments and configuration. Flags or a file name the preset, whose values depend on the backbone.
 
     Raises:
         ValueError: settings that do not fit each other.
     """
-    first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    first.add_argument("--preset")
-    chosen = first.parse_known_args(argv)[0].preset
-    overrides: dict[str, dict[str, Any]] = {}
-    if chosen in PRESETS:
-        backbone = parser({}).parse_args(argv).model.backbone
-        overrides = preset(chosen, backbone)
-    top = parser(overrides)
+    first = parser({}).parse_args(argv)
+    top = parser(preset(first.preset, first.model.backbone) if first.preset else {})
     arguments = top.parse_args(argv)
     made = top.instantiate(arguments)
     return arguments, GRPOConfig(**{name: made[name] for name in GRPOConfig.__dataclass_fields__})
@@ -83,6 +76,9 @@ def main(argv: Sequence[str]) -> None:
             )
     except TrainingStopped as error:
         sys.exit(f"python -m jagg_core train: stopped: {error}")
+    except ImportError as error:
+        print(f"python -m jagg_core train: error: {error}: pip install 'jagg-core[grpo]'", file=sys.stderr)
+        sys.exit(2)
     except (ValueError, OSError, FloatingPointError, torch.cuda.OutOfMemoryError) as error:
         print(f"python -m jagg_core train: error: {error}", file=sys.stderr)
         sys.exit(2)

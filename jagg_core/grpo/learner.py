@@ -179,8 +179,9 @@ def _load(settings: ModelSettings, shards: int, trained: bool = True) -> Backbon
     blocks = getattr(backbone, "blocks", None)
     if not blocks:
         raise ValueError(f"model: {backbone.name} has no blocks to shard over {ranks()} ranks; train it on one")
-    shard(blocks, backbone.transformer, dtype, shards)
+    # before sharding: of a sharded parameter it would change the outer dtype alone
     for parameter in backbone.transformer.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.to(torch.promote_types(parameter.dtype, torch.float32))
+    shard(blocks, backbone.transformer, dtype, shards)
     return backbone

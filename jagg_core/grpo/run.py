@@ -77,11 +77,11 @@ def train(
                 if logs:
                     logs["recalibration"].add({"update": trainer.update, **found})
             metrics = trainer.step()
-            due = config.run.eval_every and trainer.update % config.run.eval_every == 0
-            evaluated = trainer.evaluate() if due else None
             if logs:
                 logs["metrics"].add(metrics.row())
-                if evaluated is not None:
+            if config.run.eval_every and trainer.update % config.run.eval_every == 0:
+                evaluated = trainer.evaluate()
+                if logs:
                     logs["evaluation"].add({"update": trainer.update, **evaluated})
             every = config.run.checkpoint_every
             if trainer.update == config.run.updates or (every and trainer.update % every == 0):
@@ -130,8 +130,9 @@ def export(learner: Learner, path: Path) -> None:
 
 def _open_logs(folder: Path, config: GRPOConfig, done: int) -> dict[str, Log]:
     plain_csv = replace(config.run, tensorboard=False, wandb="")
-    kept = {"evaluation": config.run.eval_every, "recalibration": config.plan.recalibrate_every}
-    others = {name: Log(folder, plain_csv, name, done) for name, every in kept.items() if every}
+    # knots are searched before an update, so a run that resumes after `done` searches those of `done` again
+    kept = {"evaluation": (config.run.eval_every, done), "recalibration": (config.plan.recalibrate_every, done - 1)}
+    others = {name: Log(folder, plain_csv, name, last) for name, (every, last) in kept.items() if every}
     return {"metrics": Log(folder, config.run, "metrics", done), **others}
 
 
@@ -142,6 +143,8 @@ def _require_fresh_or_same(config: GRPOConfig, folder: Path, resume: bool) -> No
     if not resume:
         raise ValueError(f"out: {folder} holds a run already; resume it with --resume, or choose another folder")
     stored, wanted = read_json(folder / "config.json"), plain(asdict(config))
+    if not isinstance(stored, dict) or not all(isinstance(section, dict) for section in stored.values()):
+        raise ValueError(f"resume: {folder / 'config.json'} is not the configuration of a run")
     for section, values in wanted.items():
         for name, value in values.items():
             if section == "parallel" or name in FREE.get(section, ()):

@@ -13,7 +13,7 @@ from jagg_core.checks import require_at_least, require_one_of, require_positive
 from jagg_core.engine import BackwardMode, PartlyClipped, UpstreamMode
 from jagg_core.imports import import_object
 from jagg_core.objective import ClippedSurrogate
-from jagg_core.plan import Plan, routed_groups
+from jagg_core.plan import Plan, check_knots, routed_groups
 from jagg_core.schedule import TimestepMode
 from jagg_core.transitions import CPS, DanceSDE, FlowSDE, Transition
 
@@ -50,6 +50,8 @@ class ModelSettings:
     def __post_init__(self) -> None:
         read_options(self.backbone, self.options)
         require_one_of("dtype", self.dtype, DTYPES)
+        if self.guidance is not None and not math.isfinite(self.guidance):
+            raise ValueError(f"guidance must be finite, found {self.guidance}")
         if not 0 <= self.ema_decay < 1:
             raise ValueError(f"ema_decay must be at least 0 and below 1, found {self.ema_decay}")
 
@@ -224,6 +226,8 @@ class PlanSettings:
                     f"estimator {self.estimator} needs either knots or a calibration, "
                     f"found knots {list(self.knots)} and calibration {self.calibration!r}"
                 )
+            if self.knots:
+                check_knots(self.knots, max(0, *self.knots) + 1)
             if self.calibration:
                 Plan.from_calibration(self.calibration, self.passes, family=self.estimator)
         if self.predict and self.estimator != "causal":

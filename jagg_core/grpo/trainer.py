@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from jagg_core.grpo.settings import TRANSITIONS, precision
 from jagg_core.imports import import_object
 from jagg_core.objective import group_advantages, groups_without_signal
 from jagg_core.policy import VelocityPolicy
+from jagg_core.records import read_json
 from jagg_core.rewards import Reward, RewardNotFinite, load_reward, options_of, score
 from jagg_core.seeding import derive_seed, initial_latents
 from jagg_core.trajectory import Trajectory, rollout, sample_ode
@@ -92,7 +94,12 @@ class GRPOTrainer:
         return load_reward(name, dataset=backbone.dataset, device=self.config.model.device, options=options)
 
     def _check_calibration(self) -> None:
-        """Refuse a calibration of another schedule before the first rollout; the first update checks the rest."""
+        """Refuse one of another schedule or kernel before the first rollout; the first update checks the rest."""
+        made_with = read_json(Path(self.plan.calibration))
+        mode = self.config.rollout.timestep_mode
+        for name, ours in (("transition", repr(self.transition)), ("timestep_mode", mode)):
+            if made_with[name] != ours:
+                raise ValueError(f"{name}: calibrated with {made_with[name]}, this run has {ours}")
         sigmas, steps = make_plan(self.plan, self.sigmas[:-2], 0).sigmas, self.sigmas[:-2]
         if sigmas is None or sigmas.shape != steps.shape or not torch.allclose(sigmas, steps, atol=1e-6, rtol=0):
             found = "another" if sigmas is None else f"{len(sigmas)} trained steps, {sigmas[0]:.4g} to {sigmas[-1]:.4g}"

@@ -209,6 +209,15 @@ def test_the_lines_to_paste_run(name: str, monkeypatch: pytest.MonkeyPatch) -> N
         assert list(plan.knots) == found[target]["knots"]
 
 
+def test_the_lines_to_paste_run_where_the_calibration_was_made() -> None:
+    record = Record.read(REFERENCE / "photos-flux-calibration" / "record.json")
+    record.settings |= {"device": "cuda", "dtype": "bfloat16"}
+    file = REFERENCE / "photos-flux-calibration" / "calibration-eta0.7.json"
+    command = lines_to_paste(record, 0.7, json.loads(file.read_text())["recommended"], file)[1]
+    model = configure(shlex.split(command)[4:])[1].model
+    assert (model.device, model.dtype) == ("cuda", "bfloat16")
+
+
 def test_what_recommends_no_plan_has_no_lines(record: Record) -> None:
     changed = replace(record, settings=record.settings | {"recipe": {"steps": 10, "shift": 3.0, "guidance": None}})
     changed.settings["reward"] = "ink"

@@ -53,3 +53,14 @@ def test_records_are_made_anew_by_their_own_commands_calibrations_first(
     rerun(tmp_path, CHECKOUT)
     assert [line.rsplit("/", 1)[-1][0] for line in capsys.readouterr().out.splitlines()] == ["b", "a"]
     assert Record.read(tmp_path / "a.json").command == Record.read(tmp_path / "b.json").command == ["new"]
+
+
+def test_a_record_outlives_a_command_that_fails(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "a.json"
+    write(path, "curves", ["python", "-c", "raise SystemExit(3)"])
+    before = path.read_bytes()
+    with pytest.raises(SystemExit):
+        main(["manifest", str(tmp_path), "--rerun"])
+    assert "a command failed, its record is as it was" in capsys.readouterr().err
+    assert path.read_bytes() == before
+    assert [file.name for file in tmp_path.iterdir()] == ["a.json"]

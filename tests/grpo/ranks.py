@@ -100,6 +100,7 @@ def work(rank: int, folder: str) -> None:
     found: dict[str, Any] = {
         "waiting": _update(changed(SMALL, reward={"name": "tests.grpo.ranks:slow"})),
         "adapted": _adapted(),
+        "half": _half(),
         "broken": _broken(rank),
         "refused": _refused(rank),
     }
@@ -166,8 +167,19 @@ def _adapted() -> dict[str, Any]:
     metrics = trainer.step()
     dtypes: dict[str, list[str]] = {"trained": [], "frozen": []}
     for parameter in trainer.learner.backbone.transformer.parameters():
-        dtypes["trained" if parameter.requires_grad else "frozen"].append(str(parameter.dtype))
+        shard: Any = parameter
+        dtypes["trained" if parameter.requires_grad else "frozen"].append(str(shard.to_local().dtype))
     return {"dtypes": {kind: sorted(set(found)) for kind, found in dtypes.items()}, "metrics": asdict(metrics)}
+
+
+def _half() -> dict[str, Any]:
+    """All weights in half precision."""
+    trainer = GRPOTrainer(changed(SMALL, model={"dtype": "bfloat16"}))
+    before = _weights(trainer)
+    metrics = trainer.step()
+    after = _weights(trainer)
+    moved = any(not torch.equal(*pair) for pair in zip(after, before, strict=True))
+    return {"dtypes": sorted({str(part.dtype) for part in after}), "moved": moved, "grad_norm": metrics.grad_norm}
 
 
 def _broken(rank: int) -> dict[str, Any]:

@@ -30,6 +30,30 @@ def test_flags_go_before_a_file_and_a_file_before_a_preset(tmp_path: Path) -> No
     assert found.optimizer.learning_rate == 1e-3
 
 
+def test_a_file_may_name_the_preset(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text("preset: flow-grpo\nrollout:\n  eta: 0.5\n")
+    found = read("--config", str(path))
+    assert (found.rollout.transition, found.rollout.samples, found.rollout.eta) == ("flow", 24, 0.5)
+    path.write_text("preset: flow-grqo\n")
+    with pytest.raises(SystemExit):
+        read("--config", str(path))
+
+
+@pytest.mark.parametrize(
+    ("section", "settings", "message"),
+    [
+        ("plan", {"knots": (0, 5, 3)}, r"knots must increase strictly, found \[0, 5, 3\]"),
+        ("plan", {"knots": (0, 5, 5)}, r"knots must increase strictly, found \[0, 5, 5\]"),
+        ("plan", {"knots": (-1,)}, r"knots must lie in 0\.\.-?\d+, found \[-1\]"),
+        ("model", {"guidance": float("nan")}, "guidance must be finite, found nan"),
+    ],
+)
+def test_what_no_run_can_use_is_refused(section: str, settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        changed(**{section: settings})
+
+
 def test_a_stored_configuration_is_read_back(tmp_path: Path) -> None:
     config = changed(rollout={"trained": "window", "window_range": (0, 3)}, plan={"knots": (0, 1)})
     path = tmp_path / "config.json"

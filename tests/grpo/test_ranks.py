@@ -11,6 +11,7 @@ import pytest
 from jagg_core.grpo import GRPOTrainer
 from jagg_core.grpo.communication import covered
 from tests.grpo.ranks import ADAPTED, BROKEN_AT, PARALLEL, SLEEP, SMALL, work
+from tests.grpo.runs import changed
 from tests.spawning import run_ranks
 
 
@@ -84,6 +85,13 @@ def test_frozen_weights_stay_in_half_precision_and_trained_ones_are_fp32(found: 
         assert adapted["dtypes"] == {"trained": ["torch.float32"], "frozen": ["torch.bfloat16"]}
         assert adapted["metrics"]["reward_mean"] == pytest.approx(alone.reward_mean, rel=1e-2)
         assert adapted["metrics"]["grad_norm"] == pytest.approx(alone.grad_norm, rel=0.1)
+
+
+def test_weights_of_a_network_in_half_precision_are_trained_in_fp32(found: list[dict[str, Any]]) -> None:
+    alone = GRPOTrainer(changed(SMALL, model={"dtype": "bfloat16"})).step()
+    for rank in found:
+        assert (rank["half"]["dtypes"], rank["half"]["moved"]) == (["torch.float32"], True)
+        assert rank["half"]["grad_norm"] == pytest.approx(alone.grad_norm, rel=0.1)
 
 
 @pytest.mark.parametrize("where", ["reward", *BROKEN_AT])

@@ -84,7 +84,10 @@ SETTINGS: Expected = {
 }
 """Settings of a record or of one of its cells, wherever there is one of that name."""
 
-CELL_SETTINGS: Expected = {**SETTINGS, "passes": COUNT}
+COUNT_OR_COUNTS = ("an integer or a list of them", lambda value: COUNT[1](value) or COUNTS[1](value))
+
+CELL_SETTINGS: Expected = {**SETTINGS, "passes": COUNT_OR_COUNTS}
+"""Of a cell: ``passes`` is of its plan, or, in a suite of benchmarks, of all plans of the cell."""
 
 
 def read_record(path: Path) -> Record:

@@ -182,7 +182,8 @@ def past_and_future(table: pd.DataFrame) -> Figure:
         figure, panels = panels_by_eta(table)
         for eta, axes in panels.items():
             part = table[table["eta"] == eta].pivot(index="step", columns="knot", values="cosine").astype(float)
-            image = axes.imshow(part, cmap="Greys", vmin=0, vmax=1, interpolation="nearest")
+            axes.set_facecolor("#f5cba7")
+            image = axes.imshow(np.ma.masked_invalid(part), cmap="Greys", vmin=0, vmax=1, interpolation="nearest")
             axes.plot([-0.5, len(part) - 0.5], [-0.5, len(part) - 0.5], color="#c0392b", linewidth=0.8)
             axes.grid(visible=False)
             axes.set_title(f"eta {eta:g}")
@@ -192,7 +193,11 @@ def past_and_future(table: pd.DataFrame) -> Figure:
             ends = len(part) - 1
             axes.text(0.04 * ends, 0.97 * ends, "past", fontsize=9, color="#c0392b", va="bottom")
             axes.text(0.96 * ends, 0.03 * ends, "future", fontsize=9, color="#c0392b", ha="right", va="top")
-        figure.colorbar(image, ax=list(panels.values()), label="cosine to the own gradient (white: not above 0)")
+        figure.colorbar(
+            image,
+            ax=list(panels.values()),
+            label="cosine to the own gradient\n(white: not above 0; orange: not computed)",
+        )
         figure.axes[0].set_ylabel("step whose loss gradient it is")
     return figure
 

@@ -12,7 +12,7 @@ import pytest
 import analysis.__main__
 from analysis.checked import Fields, read_record
 from analysis.report import write_report
-from jagg_core.records import Record, RecordError
+from jagg_core.records import Cell, Record, RecordError
 
 REFERENCE = Path(__file__).parents[2] / "results" / "reference"
 RECORDS = sorted(REFERENCE.rglob("*.json"))
@@ -104,3 +104,13 @@ def test_fields_know_their_place() -> None:
     assert fields.get("c") is None
     with pytest.raises(RecordError, match=r"^file: settings\.a lacks the field 'c'; it has 'b'$"):
         fields["a"]["c"]
+
+
+def test_passes_are_those_of_a_plan_or_of_all_plans_of_a_benchmark(tmp_path: Path) -> None:
+    path = tmp_path / "record.json"
+    for passes in (8, [8, 5]):
+        Record("bench", [], "b", {}, {}, cells=[Cell("update/b", settings={"passes": passes})]).write(path)
+        assert read_record(path).cells[0].settings["passes"] == passes
+    Record("bench", [], "b", {}, {}, cells=[Cell("update/b", settings={"passes": [8, "5"]})]).write(path)
+    with pytest.raises(RecordError, match="passes must be an integer or a list of them, found"):
+        read_record(path)

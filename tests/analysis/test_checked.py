@@ -40,7 +40,11 @@ CASES: list[tuple[str, Damage, str]] = [
     (STUDY, lambda d: d.update(schedule="dance"), "schedule must be a list of numbers, found 'dance'"),
     (STUDY, lambda d: d.update(cells=[3]), "not a record of schema 1"),
     (STUDY, lambda d: cell(d, JAGG)["settings"].pop("label"), "cell 'eta=0.7/jagg-w4-f0.6', settings lacks the field"),
-    (STUDY, lambda d: cell(d, JAGG)["settings"].update(passes="14"), "settings.passes must be an integer, found '14'"),
+    (
+        STUDY,
+        lambda d: cell(d, JAGG)["settings"].update(passes="14"),
+        "settings.passes must be an integer or a list of them, found '14'",
+    ),
     (STUDY, lambda d: cell(d, JAGG)["samples"].pop("cosine"), "samples lacks the field 'cosine'"),
     (
         STUDY,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -28,7 +29,7 @@ ON_POLICY_TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-4, torch.bfloat16:
 
 
 @dataclass(eq=False)
-class UpstreamGradients:
+class UpstreamGradients(ABC):
     """Those found so far. `Autograd`, `ClosedForm` and `Interpolated` say how.
 
     Attributes:
@@ -49,12 +50,13 @@ class UpstreamGradients:
     log_ratios: dict[int, Tensor] = field(default_factory=dict)
     reference_forwards: int = 0
 
-    def look_beside(self, steps: list[int], knots: list[int], others: list[int]) -> None:
+    def look_beside(self, steps: list[int], knots: list[int], others: list[int]) -> None:  # noqa: B027 - may be none
         """Forwards without a graph that ``steps`` need beside those at ``knots``, the knots of this backward call.
 
         ``others``: the knots of other calls that these steps may be spread over.
         """
 
+    @abstractmethod
     def learn(self, steps: list[int], knots: list[int], velocities: list[Tensor]) -> None:
         """What can be known of ``steps`` with the velocities ``[B, *D]`` at ``knots``.
 
@@ -62,7 +64,6 @@ class UpstreamGradients:
             OffPolicyError: closed form, and a ratio at a knot says otherwise.
             FloatingPointError: a velocity is not finite.
         """
-        raise NotImplementedError
 
     def at_states(self, knots: list[int]) -> list[int]:
         """``knots``, or none of them: a predicted knot is no state of the rollout, and says nothing of its step."""

@@ -122,6 +122,13 @@ def test_speed_ups_compare_what_ran_in_the_same_turn() -> None:
     assert found.loc["exact"].to_dict() == {"update_speed_up": 1.0, "step_speed_up": 1.0}
 
 
+def test_a_run_that_diverges_is_a_failed_cell(tmp_path: Path) -> None:
+    record = run(replace(SMALL, seeds=1, learning_rate=1e30), tmp_path)
+    assert [cell.status for cell in record.cells] == ["failed", "failed"]
+    assert all("finite" in cell.reason for cell in record.cells)
+    assert [cell.reason for cell in Record.read(tmp_path / "record.json").cells] == [c.reason for c in record.cells]
+
+
 def test_what_was_not_trained_is_compared_too() -> None:
     record = curve_record({"exact": [1.0, 1.2, 1.1], "causal-5": [1.0, 1.1, 1.0]})
     for cell in record.cells:

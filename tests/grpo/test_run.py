@@ -129,6 +129,9 @@ def test_a_folder_with_a_run_is_not_overwritten_and_not_resumed_with_other_setti
         train(SMALL, folder)
     with pytest.raises(ValueError, match=r"the run was begun with rollout.eta 0.7, found 0.3"):
         train(changed(rollout={"eta": 0.3}), folder, resume=True)
+    (folder / "config.json").write_text("[1]")
+    with pytest.raises(ValueError, match=r"config\.json is not the configuration of a run"):
+        train(SMALL, folder, resume=True)
 
 
 def test_a_finished_run_goes_on_for_more_updates(whole: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path) -> None:
@@ -161,7 +164,7 @@ def test_a_run_that_stops_keeps_its_log(tmp_path: Path) -> None:
 
 def test_knots_are_searched_anew_and_a_resumed_run_has_them(tmp_path: Path) -> None:
     config = changed(
-        rollout={"steps": 7}, plan={"knots": (0, 1), "recalibrate_every": 2}, run={"updates": 3, "checkpoint_every": 0}
+        rollout={"steps": 7}, plan={"knots": (0, 1), "recalibrate_every": 2}, run={"updates": 3, "checkpoint_every": 1}
     )
     trainer = train(config, tmp_path)
     [row] = read_rows(tmp_path / "recalibration.csv")
@@ -171,6 +174,9 @@ def test_knots_are_searched_anew_and_a_resumed_run_has_them(tmp_path: Path) -> N
     resumed = GRPOTrainer(config)
     read(resumed, newest(tmp_path))
     assert resumed.plan == trainer.plan
+    shutil.rmtree(newest(tmp_path))  # a run killed in its third update searched those knots already
+    train(config, tmp_path, resume=True)
+    assert read_rows(tmp_path / "recalibration.csv") == [row]
 
 
 class TestLog:

@@ -215,7 +215,14 @@ def test_a_calibration_of_another_schedule_is_refused_before_the_first_rollout()
     calibrated = {"calibration": str(CALIBRATION), "knots": (), "passes": 5}
     with pytest.raises(ValueError, match=r"is of 20 trained steps, 1 to 0\.\d+; this run has 4, 1 to 0\.6667"):
         GRPOTrainer(changed(plan=calibrated))
-    trainer = GRPOTrainer(changed(plan=calibrated, rollout={"steps": 21, "micro_batch": 4}))
+    fitting = {"steps": 21, "micro_batch": 4}
+    for other, message in (
+        ({"timestep_mode": "trunc_fp32"}, "timestep_mode: calibrated with float, this run has trunc_fp32"),
+        ({"eta": 0.3}, r"transition: calibrated with DanceSDE\(eta=0.7\), this run has DanceSDE\(eta=0.3\)"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            GRPOTrainer(changed(plan=calibrated, rollout=fitting | other))
+    trainer = GRPOTrainer(changed(plan=calibrated, rollout=fitting))
     assert trainer.step().passes == 5
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -34,6 +35,9 @@ if TYPE_CHECKING:
 
 DEFERRED = "exact-deferred"
 """Exact, with gradients kept on the rank until the group's last backward reduces their sum."""
+
+SETTLED_S = 0.2
+"""Seconds for a thread that has only to let go of a tensor, on a machine that is busy with other things."""
 
 LEFT_OUT = ("exact-again", "exact-bare")
 """Arms that are there to time the others against."""
@@ -162,7 +166,7 @@ def _count(run: Run, transformer: Any) -> dict[str, Any]:
     """Collectives of a run, and bytes of the gradients that it left on the rank (see `Run`), measured."""
     kept: list[int] = []
     with LiveBytes() as live, Counter() as counter:
-        run(transformer, lambda: kept.append(live.now))
+        run(transformer, lambda: kept.append(_settled(live)))
     return {
         "counts": counter.counts,
         "backward_counts": counter.backward_counts,
@@ -170,6 +174,15 @@ def _count(run: Run, transformer: Any) -> dict[str, Any]:
         "bytes": counter.bytes,
         "retained_gradient_bytes": kept[0],
     }
+
+
+def _settled(live: LiveBytes) -> int:
+    """Bytes alive once they stay the same: gloo's threads let go of what they reduced a moment after it is there."""
+    found = -1
+    while found != live.now:
+        found = live.now
+        time.sleep(SETTLED_S)
+    return found
 
 
 def _time(run: Run, transformer: Any, group: Group) -> dict[str, float]:

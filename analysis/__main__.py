@@ -18,7 +18,9 @@ from analysis.reproduce import Reproduce
 from analysis.study import Study
 from analysis.workload import Recipe
 from jagg_core.flags import add_flags, given
-from jagg_core.records import Record, RecordError, require_writable, write_json
+from jagg_core.grpo import PRESETS, preset
+from jagg_core.grpo.settings import RolloutSettings
+from jagg_core.records import Record, RecordError, only_run_in, write_json
 
 CHECKOUT = Path(__file__).resolve().parent.parent
 AS_IT_IS = argparse.RawDescriptionHelpFormatter
@@ -51,6 +53,9 @@ QUICK: dict[type[Study], dict[str, Any]] = {
 }
 """Settings of ``--quick``: every part runs, no number means much."""
 
+OF_A_PRESET = ("steps", "schedule", "shift", "transition", "timestep_mode")
+"""Settings of a trainer's rollouts that a calibration must share; so are ``eta`` and ``guidance``."""
+
 COMMANDS: dict[str, tuple[type[Study], Callable[[Any, Path], Record], str, str]] = {
     "reproduce": (Reproduce, reproduce.run, "", "compare every estimator with exact"),
     "calibrate": (Calibrate, calibrate.run, "-calibration", "how much may be approximated, and which plan to run"),
@@ -73,6 +78,8 @@ def parser() -> argparse.ArgumentParser:
         command = commands.add_parser(name, help=about, epilog=example, formatter_class=AS_IT_IS)
         add_flags(command, kind, skip=["recipe"])
         add_flags(command, Recipe)
+        text = "rollouts as this public trainer's; flags given beside it come first"
+        command.add_argument("--preset", choices=sorted(PRESETS), default=None, help=text)
         command.add_argument("--quick", action="store_true", help="a smoke run: every part, few rollouts")
         command.add_argument("--out", type=Path, default=None, help=f"run folder, default results/BACKBONE{ending}")
     command = commands.add_parser(
@@ -86,7 +93,9 @@ def parser() -> argparse.ArgumentParser:
         epilog=MANIFEST_EXAMPLE,
         formatter_class=AS_IT_IS,
     )
-    listed.add_argument("root", type=Path, nargs="?", default=Path("results/reference"), help="default %(default)s")
+    listed.add_argument(
+        "root", type=Path, nargs="?", default=Path("results/reference"), help="folder of records, default %(default)s"
+    )
     listed.add_argument("--rerun", action="store_true", help="first make every record anew, which takes hours")
     report = commands.add_parser(
         "report", help="rebuild tables, figures and page of a run", epilog=REPORT_EXAMPLE, formatter_class=AS_IT_IS
@@ -96,10 +105,17 @@ def parser() -> argparse.ArgumentParser:
 
 
 def settings_from(arguments: argparse.Namespace) -> Study:
-    """Settings from flags; flags that were not given keep their defaults, or those of ``--quick``."""
+    """Settings from flags, then from ``--preset``, then from ``--quick``; the rest keep their defaults."""
     kind = COMMANDS[arguments.command][0]
-    chosen = QUICK[kind] if arguments.quick else {}
-    return kind(recipe=Recipe(**given(arguments, Recipe)), **{**chosen, **given(arguments, kind)})
+    chosen = dict(QUICK[kind]) if arguments.quick else {}
+    flags, recipe = given(arguments, kind), given(arguments, Recipe)
+    if arguments.preset is not None:
+        overrides = preset(arguments.preset, flags.get("backbone", kind.backbone))
+        rollout = RolloutSettings(**overrides["rollout"])
+        theirs = {name: getattr(rollout, name) for name in OF_A_PRESET}
+        recipe = theirs | {"guidance": overrides.get("model", {}).get("guidance")} | recipe
+        chosen["etas"] = (rollout.eta,)
+    return kind(recipe=Recipe(**recipe), **{**chosen, **flags})
 
 
 def show(run_folder: Path) -> int:
@@ -131,14 +147,14 @@ def main(argv: list[str] | None = None) -> None:
         if arguments.command == "curves":
             chosen = Curves(**given(arguments, Curves))
             out = arguments.out or Path("results") / f"{chosen.backbone.replace(':', '-')}-curves"
-            require_writable(out / "record.json")
-            curves.run(chosen, out)
+            with only_run_in(out):
+                curves.run(chosen, out)
         elif out is None:
             settings = settings_from(arguments)
             _, run, ending, _ = COMMANDS[arguments.command]
             out = arguments.out or Path("results") / f"{settings.backbone.replace(':', '-')}{ending}"
-            require_writable(out / "record.json")
-            run(settings, out)
+            with only_run_in(out):
+                run(settings, out)
         failed = show(out)
     except (ValueError, RecordError, OSError, MemoryError) as error:
         top.exit(2, f"{top.prog}: error: {error}\n")

@@ -52,12 +52,19 @@ OUTPUTS = ("record.json", "calibration-*.json", "report.html", "tables/*.csv", "
 class Calibrate(Study):
     """Settings of a calibration; see `Study`.
 
-    ``signal_batches`` rollout batches of ``signal_prompts`` times ``signal_samples`` measure the learning signal of
-    plans with each of ``signal_passes``, and what it would be in an update of ``update_samples``. The plan to run is
-    the one with the fewest passes that surely loses less than ``max_signal_loss`` of it; beside it stands the one that
-    surely keeps ``min_cosine``. Estimators that are there for comparison only are measured on the first
-    ``contender_batches``, the bias under other centrings on the first ``centring_batches``.
-    ``windows`` by default are those of 4, 5, 8, 10 and 20 that fit the schedule.
+    Attributes:
+        windows: group sizes W of the paper's rule; by default those of 4, 5, 8, 10 and 20 that fit the schedule.
+        signal_batches: rollout batches on which the learning signal of plans is measured.
+        signal_prompts: prompts of each of those.
+        signal_samples: samples per prompt there.
+        signal_passes: passes of the plans whose learning signal is measured.
+        signal_dimension: of the random projections in which it is.
+        contender_batches: of those batches, the first ones, for estimators that are there for comparison only.
+        centring_batches: likewise, for the bias under other ways to centre advantages.
+        update_samples: of an update in training, for which the loss of signal is told.
+        max_signal_loss: the plan to run has the fewest passes that surely lose less of it.
+        min_cosine: beside it stands the plan with the fewest passes that surely keep this cosine.
+        timing_rounds: times that every update is timed, each round in another order.
 
     Raises:
         ValueError: a setting out of range; raised before any model is loaded.
@@ -126,10 +133,16 @@ def collect(settings: Calibrate, out: Path) -> Record:
     """Make the tables of calibration and evaluation rollouts that ``out/collected`` does not hold yet."""
     job = start(settings, out)
     for eta in settings.etas:
-        knots = job.search_knots(eta)
-        if knots is not None:
-            job.evaluate(eta, knots, few_passes(job, settings, knots))
+        judge_plans(job, settings, eta)
     return job.record
+
+
+def judge_plans(job: Job, settings: Calibrate, eta: float) -> Knots | None:
+    """Search knots and judge plans on them; None if the search failed."""
+    knots = job.search_knots(eta)
+    if knots is not None:
+        job.evaluate(eta, knots, few_passes(job, settings, knots))
+    return knots
 
 
 def few_passes(job: Job, settings: Calibrate, knots: Knots) -> list[Estimator]:
@@ -148,9 +161,8 @@ def run(settings: Calibrate, out: Path) -> Record:
     """
     job = start(settings, out)
     for eta in settings.etas:
-        knots = job.search_knots(eta)
+        knots = judge_plans(job, settings, eta)
         if knots is not None:
-            job.evaluate(eta, knots, few_passes(job, settings, knots))
             measure_signal(job, settings, eta, knots)
             time_updates(job, settings, eta, knots)
     return job.record
@@ -231,7 +243,8 @@ def _update(job: Job, batch: Any, plan: Plan) -> None:
 
 def _roll_out_again(trajectory: Trajectory, policy: Any) -> None:
     sigmas = torch.cat([trajectory.sigmas, trajectory.next_sigmas[-1:], torch.zeros(1, dtype=torch.float64)])
-    rollout(policy, sigmas, trajectory.transition, trajectory.latents[0], 0)
+    mode = trajectory.timestep_mode
+    rollout(policy, sigmas, trajectory.transition, trajectory.latents[0], 0, timestep_mode=mode)
 
 
 def _plan_key(estimator: Estimator) -> list[Any]:

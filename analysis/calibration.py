@@ -11,9 +11,11 @@ from typing import Any
 
 import pandas as pd
 
+from analysis.bank import PER_PROMPT
 from analysis.knots import PLANS
 from analysis.statistics import bootstrap
-from analysis.tables import per_group, routing
+from analysis.tables import per_group, routing, windows_of_paper
+from analysis.workload import USUAL
 from jagg_core.plan import groups_of
 from jagg_core.records import SCHEMA_VERSION, Cell, Record
 
@@ -166,6 +168,9 @@ def lines_to_paste(record: Record, eta: float, found: Mapping[str, Any], file: P
         shared += ["--model.guidance", f"{recipe['guidance']:g}"]
     shared += ["--rollout.steps", str(recipe["steps"]), "--rollout.eta", f"{eta:g}", "--rollout.trained", "all"]
     shared += ["--rollout.schedule", recipe.get("schedule", "dance"), "--rollout.shift", f"{recipe['shift']:g}"]
+    for name, usual in USUAL.items():
+        if recipe.get(name, usual) != usual:
+            shared += [f"--rollout.{name}", recipe[name]]
     lines = []
     for (passes, predict), reached in targets.items():
         plan = ["--plan.estimator", "causal", "--plan.passes", str(passes), "--plan.predict", str(predict).lower()]
@@ -176,8 +181,8 @@ def lines_to_paste(record: Record, eta: float, found: Mapping[str, Any], file: P
     return lines
 
 
-def fewest_passes(record: Record, eta: float, target: float, families: tuple[str, ...] = ("causal",)) -> Cell | None:
-    """The judged plan of the fewest passes whose held-out cosine is surely at least ``target``."""
+def fewest_passes(record: Record, eta: float, target: float, families: tuple[str, ...]) -> Cell | None:
+    """The judged plan of ``families`` with the fewest passes whose held-out cosine is surely at least ``target``."""
     reached = []
     for cell in record.cells:
         if cell.status == "ok" and cell.settings.get("eta") == eta and "cosine" in cell.samples:
@@ -201,10 +206,15 @@ def recommend(record: Record, eta: float, target: float) -> str | None:
         f"{len(record.schedule)} passes, {_knots_of(best)}: {interval.value:.4f} "
         f"[{interval.low:.4f}, {interval.high:.4f}]"
     )
+    windows = windows_of_paper(record, eta)
+    if not windows:
+        return text + "."
     paper = fewest_passes(record, eta, target, ("jagg",))
     if paper is None:
-        return text + "; the paper's rule does not reach it with any window and fraction that was judged."
-    return text + f"; the paper's rule needs {paper.settings['passes']} ({paper.settings['label']})."
+        return text + f"; the paper's rule does not reach it, judged at {windows}."
+    return (
+        text + f"; the paper's rule needs {paper.settings['passes']} ({paper.settings['label']}), judged at {windows}."
+    )
 
 
 def recommend_signal(record: Record, signal: pd.DataFrame) -> tuple[str, str | None]:
@@ -234,7 +244,8 @@ def recommend_signal(record: Record, signal: pd.DataFrame) -> tuple[str, str | N
     text = f"{where}run '{row['label']}', {row['passes']} of {len(record.schedule)} passes ({_percent(row)})"
     others = signal[(signal["family"] == "jagg") & (signal["verdict"] == "kept")].sort_values("passes")
     if len(others):
-        text += f"; the paper's rule needs {others['passes'].iloc[0]} ({others['label'].iloc[0]})"
+        text += f"; the paper's rule needs {others['passes'].iloc[0]} ({others['label'].iloc[0]}), judged at "
+        text += windows_of_paper(record, eta, PER_PROMPT)
     rivals = signal[signal["family"].isin(["subsample", "window", "half"]) & (signal["verdict"] == "kept")]
     if len(rivals):
         best = rivals.sort_values("passes").iloc[0]

@@ -106,7 +106,7 @@ def sentences(record: Record, frames: dict[str, pd.DataFrame]) -> list[str]:
             f"{row['update_speed_up']:.2f}x in the update, {row['step_speed_up']:.2f}x in the step; final reward "
             f"{row['final']:.4f}, difference to exact {row['difference']:+.4f}{interval}: {row['verdict']}; {when}."
         )
-    for _, row in frames["watched"].iterrows():
+    for _, row in frames["watched"].dropna(subset="difference_low").iterrows():
         if row["difference_low"] > 0 or row["difference_high"] < 0:
             said.append(
                 f"{row['reward']}, watched: {LABELS[row['arm']]} ends {row['difference']:+.4f} "

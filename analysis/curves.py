@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+import os
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from dataclasses import asdict, dataclass, replace
-from multiprocessing import get_context
+from multiprocessing import get_context, parent_process
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from tqdm import tqdm
@@ -163,23 +164,46 @@ def run(settings: Curves, out: Path) -> Record:
         cells=[Cell(_name(arm, seed), "skipped", NOT_REACHED) for seed in seeds for arm in chosen],
     )
     left = [seed for seed in seeds if record.cell(_name("exact", seed)).status != "ok"]
-    with tqdm(total=len(left), desc="curves", unit="seed") as bar:
-        for cells in _seeds(settings, chosen, left):
+    updates = len(left) * sum(map(settings.last_update, chosen))
+    with tqdm(total=updates, desc="curves", unit="update", mininterval=1) as bar:
+        for cells in _seeds(settings, chosen, left, bar):
             done = {cell.name: cell for cell in cells}
             record.cells = [done.get(cell.name, cell) for cell in record.cells]
             record.write(out / "record.json")
-            bar.update()
     return record
 
 
-def _seeds(settings: Curves, chosen: dict[str, PlanSettings], seeds: Sequence[int]) -> Iterator[list[Cell]]:
+def _seeds(settings: Curves, chosen: dict[str, PlanSettings], seeds: Sequence[int], bar: Any) -> Iterator[list[Cell]]:
     """Cells of every seed, in the order in which they end."""
     if settings.workers == 1:
-        yield from (_run_seed(settings, chosen, seed) for seed in seeds)
+        yield from (_run_seed(settings, chosen, seed, bar.update) for seed in seeds)
         return
-    with ProcessPoolExecutor(settings.workers, get_context("spawn"), torch.set_num_threads, (1,)) as pool:
-        for future in as_completed([pool.submit(_run_seed, settings, chosen, seed) for seed in seeds]):
-            yield future.result()
+    context = get_context("spawn")
+    done = context.Value("q", 0)
+    with ProcessPoolExecutor(settings.workers, context, _begin_worker, (done,)) as pool:
+        left = {pool.submit(_run_seed, settings, chosen, seed, _count_update) for seed in seeds}
+        while left:
+            ended, left = wait(left, timeout=1, return_when=FIRST_COMPLETED)
+            bar.update(done.value - bar.n)
+            yield from (future.result() for future in ended)
+
+
+_DONE: Any = None
+"""In a worker: how many updates all workers have done."""
+
+
+def _begin_worker(done: Any) -> None:
+    global _DONE
+    _DONE = done
+    torch.set_num_threads(1)
+
+
+def _count_update() -> None:
+    started_by = parent_process()
+    if started_by is not None and not started_by.is_alive():
+        os._exit(1)  # nobody would write what is found
+    with _DONE.get_lock():
+        _DONE.value += 1
 
 
 def _name(arm: str, seed: int) -> str:
@@ -194,7 +218,8 @@ def _begun(settings: Curves, out: Path) -> Record | None:
     return found if found.kind == "curves" and found.settings == plain(asdict(settings)) else None
 
 
-def _run_seed(settings: Curves, chosen: dict[str, PlanSettings], seed: int) -> list[Cell]:
+def _run_seed(settings: Curves, chosen: dict[str, PlanSettings], seed: int, count: Callable[[], object]) -> list[Cell]:
+    """Cells of a seed. ``count`` is called after every update of an arm."""
     cells, trainers = {}, {}
     for arm, estimator in chosen.items():
         cells[arm] = Cell(_name(arm, seed), settings={"arm": arm, "seed": seed, "plan": plain(asdict(estimator))})
@@ -205,8 +230,10 @@ def _run_seed(settings: Curves, chosen: dict[str, PlanSettings], seed: int) -> l
     for update in range(max(map(settings.last_update, chosen))):
         for place in torch.randperm(len(chosen), generator=order).tolist():
             arm = list(chosen)[place]
-            if cells[arm].status == "ok" and update < settings.last_update(arm):
-                _advance(cells[arm], trainers[arm], settings)
+            if update < settings.last_update(arm):
+                if cells[arm].status == "ok":
+                    _advance(cells[arm], trainers[arm], settings)
+                count()
     return list(cells.values())
 
 

@@ -8,6 +8,7 @@ from analysis import figures
 from analysis.calibration import recommend, recommend_signal
 from analysis.printable import interval_text
 from analysis.signal_tables import UNTOLD
+from analysis.tables import windows_of_paper
 from jagg_core.records import Record
 
 
@@ -38,8 +39,9 @@ def findings(record: Record, frames: dict[str, pd.DataFrame]) -> list[str]:
             below = both[both["cosine_causal"] < both["cosine_jagg"]]["passes"].unique().tolist()
             where = f"except at {', '.join(map(str, below))} passes" if below else "at every one of them"
             said.append(
-                f"eta {eta:g}: against the paper's rule with its best window and fraction at the same number of passes "
-                f"({both['passes'].min()} to {both['passes'].max()}), causal's mean cosine is not lower {where}."
+                f"eta {eta:g}: against the paper's rule with its best fraction and window of "
+                f"{windows_of_paper(record, eta)} at the same number of passes ({both['passes'].min()} to "
+                f"{both['passes'].max()}), causal's mean cosine is not lower {where}."
                 if len(both)
                 else f"eta {eta:g}: no common numbers of passes to compare."
             )
@@ -76,27 +78,38 @@ def findings(record: Record, frames: dict[str, pd.DataFrame]) -> list[str]:
 
 
 def _pairs(pairs: pd.DataFrame, record: Record) -> list[str]:
-    """Every causal plan beside the paper's recipe: is it better, and with how many more samples would one know?"""
+    """Every causal plan beside the paper's recipe: is it better, and with how many more samples would one know?
+
+    Undefined differences share a sentence.
+    """
     if not len(pairs):
         return []
     paper, said = paper_estimator(record), []
+    undefined: dict[tuple[float, int, int], list[str]] = {}
     for _, row in pairs[(pairs["beside_name"] == paper) & pairs["plan_name"].str.startswith("causal-")].iterrows():
-        text = (
-            f"eta {row['eta']:g}, '{row['plan']}' ({row['plan_passes']} passes) beside the paper's recipe "
-            f"({row['beside_passes']} passes) in an update of {record.settings['update_samples']} samples: "
-        )
-        measured = f"difference in the share of the signal that is kept {interval_text(row, 'difference')}"
+        plan = f"'{row['plan']}' ({row['plan_passes']} passes)"
         if pd.isna(row["difference"]):
-            text += (
-                f"undefined, as the signal cannot be told from zero with {row['samples']} samples; take more of them."
-            )
-        elif row["verdict"] != UNTOLD:
+            undefined.setdefault((row["eta"], row["beside_passes"], row["samples"]), []).append(plan)
+            continue
+        text = f"eta {row['eta']:g}, {plan} beside {_recipe(record, row['beside_passes'])}: "
+        measured = f"difference in the share of the signal that is kept {interval_text(row, 'difference')}"
+        if row["verdict"] != UNTOLD:
             text += f"it surely {row['verdict']} of the signal; {measured}, from {row['samples']} samples."
         else:
             more = "" if pd.isna(row["more_samples"]) else f"; about {int(row['more_samples'])} more would tell"
             text += f"which is better cannot be told with {row['samples']} samples{more}; {measured}."
         said.append(text)
+    for (eta, passes, samples), plans in undefined.items():
+        named = plans[0] if len(plans) == 1 else f"{len(plans)} plans ({', '.join(plans)})"
+        said.append(
+            f"eta {eta:g}, {named} beside {_recipe(record, passes)}: undefined, as the signal cannot be told from zero "
+            f"with {samples} samples; take more of them."
+        )
     return said
+
+
+def _recipe(record: Record, passes: int) -> str:
+    return f"the paper's recipe ({passes} passes) in an update of {record.settings['update_samples']} samples"
 
 
 def _fractions(routing: pd.DataFrame) -> list[str]:

@@ -25,7 +25,7 @@ from analysis.statistics import leak_test
 from analysis.store import Arrays, Store
 from analysis.study import Study
 from analysis.workload import Batch, Recipe, check_prompts, make_batch, rollout_seed
-from jagg_core import ClippedSurrogate, DanceSDE, Plan, exact_plan
+from jagg_core import ClippedSurrogate, Plan, exact_plan
 from jagg_core.backbones import load_backbone
 from jagg_core.images import image_grid, png_bytes
 from jagg_core.plan import groups_of
@@ -37,6 +37,9 @@ from jagg_core.trajectory import policy_signature, weights_version
 PARETO_PASSES = range(4, 15)
 TABLE_FORMAT = 1
 """Of stored tables; another number makes them anew."""
+
+SAMPLE_PIXELS = 96
+"""Side of a sample in the picture of a rollout batch; smaller ones are enlarged by a whole number, up to it."""
 
 REPRODUCIBLE = {"float64": 1e-9, "float32": 1e-5, "bfloat16": 1e-2, "float16": 1e-2}
 """Largest relative difference of an exact gradient that is computed twice, by dtype of the model."""
@@ -100,15 +103,20 @@ class Job:
 
     def key(self, eta: float, recipe: Recipe, **more: Any) -> dict[str, Any]:
         """What numbers of rollouts depend on."""
-        own: dict[str, Any] = {"backbone": self.backbone.name, "weights": self.weights, "prompts": self.prompts}
-        own |= {"signature": self.signature, "options": self.options}
-        own |= {
+        return {
+            "backbone": self.backbone.name,
+            "weights": self.weights,
+            "prompts": self.prompts,
+            "signature": self.signature,
+            "options": self.options,
             "reward": self.settings.reward,
             **self.reward_versions,
             "objective": repr(self.objective),
             "format": TABLE_FORMAT,
+            "eta": eta,
+            "recipe": recipe.key(),
+            **more,
         }
-        return own | {"eta": eta, "recipe": asdict(recipe)} | more
 
     def tables(self, eta: float, purpose: str, predicted: Sequence[Plan] = ()) -> list[CrossTable]:
         """Cross-gradient tables of the rollout batches of a purpose; those without any advantage are left out.
@@ -195,8 +203,7 @@ class Job:
         with recorded(self.record.cells, f"eta={eta:g}/knots", eta=eta) as cell:
             tables = self.tables(eta, "calibration")
             cell.values = {
-                "transition": repr(DanceSDE(eta)),
-                "timestep_mode": "float",
+                **self.settings.made_with(eta),
                 "signature": {k: v for k, v in self.signature.items() if k != "dtype"},
                 "batches": len(tables),
                 **_accuracy(tables),
@@ -276,7 +283,8 @@ class Job:
         with recorded(self.record.cells, "samples", eta=eta) as cell:
             batch = self.batch(eta, "evaluation", 0)
             images = self.backbone.decode(batch.trajectory.final)
-            sheet = image_grid(images, columns=self.settings.recipe.samples)
+            scale = max(1, SAMPLE_PIXELS // max(images.shape[-2:]))
+            sheet = image_grid(images, columns=self.settings.recipe.samples, scale=scale)
             write_atomically(self.out / "samples.png", png_bytes(sheet))
             cell.values = {"prompts": batch.prompts, "rewards": batch.rewards.tolist(), "seed": batch.seed}
         self.save()

@@ -145,19 +145,7 @@ def _printable_signal(frames: dict[str, pd.DataFrame]) -> dict[str, pd.DataFrame
         shown["signal_cost"] = pd.DataFrame(cost)
     pairs = frames.get("pairs", pd.DataFrame())
     if len(pairs):
-        shown["pairs"] = pd.DataFrame(
-            {
-                "eta": pairs["eta"].map("{:g}".format),
-                "plan": pairs["plan"],
-                "passes": pairs["plan_passes"],
-                "beside": pairs["beside"],
-                "its passes": pairs["beside_passes"],
-                "difference in share kept": [interval_text(r, "difference") for _, r in pairs.iterrows()],
-                "the plan": pairs["verdict"],
-                "samples": pairs["samples"],
-                "more samples to tell": pairs["more_samples"].map(_whole),
-            }
-        )
+        shown["pairs"] = _printable_pairs(pairs)
     centring = frames.get("centring", pd.DataFrame())
     if len(centring):
         text = [
@@ -172,6 +160,37 @@ def _printable_signal(frames: dict[str, pd.DataFrame]) -> dict[str, pd.DataFrame
         wide = wide[[c for c in CENTRINGS if c in wide.columns]].reset_index()
         shown["centring"] = wide.rename(columns={"label": "estimator", "none": "not centred", "ones": "all 1"})
     return shown
+
+
+def _printable_pairs(pairs: pd.DataFrame) -> pd.DataFrame:
+    """Pairs of plans; those whose difference is undefined in one row for each eta and number of samples."""
+    undefined = pairs["difference"].isna()
+    told = pairs[~undefined]
+    shown = pd.DataFrame(
+        {
+            "eta": told["eta"].map("{:g}".format),
+            "plan": told["plan"],
+            "passes": told["plan_passes"],
+            "beside": told["beside"],
+            "its passes": told["beside_passes"],
+            "difference in share kept": [interval_text(r, "difference") for _, r in told.iterrows()],
+            "the plan": told["verdict"],
+            "samples": told["samples"],
+            "more samples to tell": told["more_samples"].map(_whole),
+        }
+    )
+    merged = [
+        dict.fromkeys(shown.columns, "")
+        | {
+            "eta": f"{eta:g}",
+            "plan": f"{len(own)} pairs of plans",
+            "difference in share kept": "undefined",
+            "the plan": own["verdict"].iloc[0],
+            "samples": samples,
+        }
+        for (eta, samples), own in pairs[undefined].groupby(["eta", "samples"], sort=False)
+    ]
+    return pd.DataFrame([*shown.to_dict("records"), *merged]) if merged else shown
 
 
 def _whole(value: float) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from analysis.collect import collect_table
 from analysis.knots import KnotSearch
 from jagg_core import causal_plan
+from jagg_core.distributed import on_any_rank
 from jagg_core.grpo import GRPOTrainer
 from jagg_core.grpo.plans import make_plan
 from jagg_core.grpo.trainer import Recalibration
@@ -26,7 +27,7 @@ def causal_knots(trainer: GRPOTrainer) -> Recalibration:
     tables = [
         collect_table(policy, trajectory, advantages, trainer.objective, past=REACH, future=0)
         for policy, trajectory, advantages in trainer.batches("recalibration")
-        if advantages.any()
+        if on_any_rank(bool(advantages.any()), advantages.device)  # where weights are sharded all take part
     ]
     search = KnotSearch(tables, sigmas, causal_plan)
     found = search.search().get(len(before))

@@ -38,8 +38,12 @@ OUTPUTS = (
 class Reproduce(Study):
     """Settings of the main job; see `Study`.
 
-    The leak is tested at the first eta. The backbone is timed at the batch of its rollouts; ``speed_backbones`` at
-    ``speed_batch``.
+    Attributes:
+        leak_batches: on which the bias of anticipating plans is tested, at the first eta.
+        speed_backbones: timed too; the backbone itself is, at the batch of its rollouts.
+        speed_rounds: times that every arm is timed, each round in another order.
+        speed_batch: samples at which speed_backbones are timed.
+        speed_window: steps W of the timed group.
 
     Raises:
         ValueError: a setting out of range; raised before any model is loaded.
@@ -88,7 +92,7 @@ def run(settings: Reproduce, out: Path) -> Record:
         if knots is not None:
             job.evaluate(eta, knots, _shipped_plans(job, eta))
             with recorded(job.record.cells, f"eta={eta:g}/side-by-side", eta=eta) as cell:
-                cell.values = {"rows": shipped.side_by_side(eta, job.sigmas)}
+                cell.values = {"rows": shipped.side_by_side(eta, job.sigmas, settings.made_with(eta))}
             if eta == settings.etas[0]:
                 job.test_leak(eta, knots, settings.leak_batches)
     job.contact_sheet()
@@ -100,7 +104,7 @@ def _shipped_plans(job: Job, eta: float) -> list[Estimator]:
     found: list[Estimator] = []
     cells: list[Cell] = []
     with recorded(cells, f"eta={eta:g}/shipped", eta=eta) as cell:
-        calibrated = shipped.read(job.backbone.name, eta, job.sigmas)
+        calibrated = shipped.read(job.backbone.name, eta, job.sigmas, job.settings.made_with(eta))
         if calibrated is None:
             return []
         found = shipped.estimators(calibrated, job.sigmas)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +26,10 @@ def path(backbone: str, eta: float) -> Path:
     return FOLDER / f"{backbone}-calibration" / f"calibration-eta{eta:g}.json"
 
 
-def read(backbone: str, eta: float, sigmas: Tensor) -> dict[str, Any] | None:
-    """The shipped calibration; None if there is none for this schedule.
+def read(backbone: str, eta: float, sigmas: Tensor, made_with: Mapping[str, str]) -> dict[str, Any] | None:
+    """The shipped calibration; None if there is none for this schedule, kernel and timestep mode.
+
+    ``made_with``: see `analysis.study.Study.made_with`.
 
     Raises:
         RecordError: it is damaged.
@@ -36,15 +39,16 @@ def read(backbone: str, eta: float, sigmas: Tensor) -> dict[str, Any] | None:
     data = read_json(path(backbone, eta))
     try:
         schedule = torch.tensor(data["schedule"], dtype=torch.float64)
+        same = all(data[key] == value for key, value in made_with.items())
     except (KeyError, TypeError, ValueError) as error:
         raise RecordError(f"{path(backbone, eta).name}: damaged calibration file: {error}") from error
-    if schedule.shape != sigmas.shape or (schedule - sigmas).abs().max() > 1e-6:
+    if not same or schedule.shape != sigmas.shape or (schedule - sigmas).abs().max() > 1e-6:
         return None
     return dict(data)
 
 
-def side_by_side(eta: float, sigmas: Tensor) -> list[dict[str, Any]]:
-    """What every shipped calibration at this eta and schedule found, one row per backbone.
+def side_by_side(eta: float, sigmas: Tensor, made_with: Mapping[str, str]) -> list[dict[str, Any]]:
+    """What every shipped calibration of this eta, schedule, kernel and timestep mode found, one row per backbone.
 
     Columns: jagg_frac by window and held-out cosines of causal plans by passes, with their intervals; passes that the
     calibration recommends by each of its targets (None: no plan reaches it).
@@ -55,7 +59,7 @@ def side_by_side(eta: float, sigmas: Tensor) -> list[dict[str, Any]]:
     rows = []
     for file in sorted(FOLDER.glob(f"*-calibration/calibration-eta{eta:g}.json")):
         backbone = file.parent.name.removesuffix("-calibration")
-        found = read(backbone, eta, sigmas)
+        found = read(backbone, eta, sigmas, made_with)
         if found is None:
             continue
         row: dict[str, Any] = {"backbone": backbone, "eta": eta}

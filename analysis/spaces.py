@@ -66,7 +66,6 @@ class ExactSpace:
 
     def __init__(self, sharding: Sharding, labels: Sequence[str]) -> None:
         self.sharding = sharding
-        self.starts: list[int] = []
         self.columns: dict[str, slice] = {}
         position = 0
         starts: dict[int, int] = {}
@@ -77,7 +76,7 @@ class ExactSpace:
                     starts[n] = position
                     position += piece.size if piece.counted else 0
             self.columns[block] = slice(first, position)
-        self.starts = [starts[n] for n in range(len(labels))]
+        self.starts: list[int] = [starts[n] for n in range(len(labels))]
         self.size = position
 
     @property

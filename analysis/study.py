@@ -18,9 +18,24 @@ from jagg_core.rewards import check_reward
 class Study:
     """What is compared with exact, on which rollouts.
 
-    Numbers of batches are given eta by eta, the last one for all further etas. ``workers`` passes are differentiated at
-    a time, each with its share of the cores (0: up to 4 on the CPU, 1 on a GPU); numbers depend on it in rounding only.
-    ``space``: see `analysis.collect.collect_table`.
+    Attributes:
+        backbone: registered, or your own as module:function.
+        backbone_options: option=value of its loader, such as height=512 lora_rank=32.
+        etas: noise levels of the kernel, each studied apart.
+        windows: group sizes W of the paper's rule.
+        jagg_frac: share of the groups, from the first, that the paper's recipe approximates.
+        threshold: the mean cosine that groups must keep to be routed, for the recommended jagg_frac.
+        reward: by name, a weighted sum such as classifier+10*ink, or your own as module:function.
+        reward_options: option=value of its loader.
+        calibration_batches: rollout batches on which knots are searched, eta by eta, the last number for all further.
+        evaluation_batches: other batches, on which plans are judged, likewise.
+        predicted_passes: of the causal plans that are tried on predicted knots too.
+        device: such as cpu, cuda or cuda:1.
+        dtype: the network computes in: float32, bfloat16, float16 or float64.
+        workers: passes that are differentiated at a time, each with its share of the cores; 0 is up to 4 on the CPU
+            and 1 on a GPU. Numbers depend on it in rounding only.
+        space: whole gradients ("exact") or random projections of them ("projected"); "auto" takes what fits memory.
+        dimension: of the projections.
 
     Raises:
         ValueError: a setting out of range; raised before any model is loaded.
@@ -54,6 +69,8 @@ class Study:
         require_at_least(self, workers=0, dimension=1)
         if not self.etas or any(not 0 < eta < math.inf for eta in self.etas) or len(set(self.etas)) != len(self.etas):
             raise ValueError(f"etas must be positive and different, at least one, found {list(self.etas)}")
+        for eta in self.etas:
+            self.recipe.kernel(eta)
         if not self.windows or len(set(self.windows)) != len(self.windows):
             raise ValueError(f"windows must be different, at least one, found {list(self.windows)}")
         future = self.reach[1]
@@ -86,6 +103,10 @@ class Study:
     def steps(self) -> int:
         """Trained steps T."""
         return self.recipe.steps - 1
+
+    def made_with(self, eta: float) -> dict[str, str]:
+        """What a calibration says of its rollouts beside their schedule; a trainer's must be the same."""
+        return {"transition": repr(self.recipe.kernel(eta)), "timestep_mode": self.recipe.timestep_mode}
 
     def batches(self, purpose: str, eta: float) -> int:
         """How many batches of ``purpose`` (calibration, evaluation) are made at this ``eta``."""

@@ -28,6 +28,24 @@ def about(cell: Cell) -> dict[str, Any]:
     return {key: cell.settings[key] for key in ("eta", "estimator", "label", "family", "passes", "anticipating")}
 
 
+def windows_of_paper(record: Record, eta: float, centring: str | None = None) -> str:
+    """Windows at which the paper's rule was judged, such as ``W = 3 to 5, 8``; empty if it was not.
+
+    By its cosine to exact; under a ``centring`` of advantages, by its learning signal.
+    """
+    cells = _estimator_cells(record) if centring is None else [c for c in record.cells if c.status == "ok"]
+    about = [c.settings for c in cells if c.settings.get("centring") == centring]
+    windows = sorted({s["window"] for s in about if s["family"] == "jagg" and s["eta"] == eta})
+    runs: list[list[int]] = []
+    for window in windows:
+        if runs and window == runs[-1][-1] + 1:
+            runs[-1].append(window)
+        else:
+            runs.append([window])
+    texts = [f"{run[0]} to {run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in runs]
+    return f"W = {', '.join(texts)}" if texts else ""
+
+
 def whole_update(record: Record) -> pd.DataFrame:
     """Similarity of the whole update to exact, one row per headline estimator: mean and 95 % bootstrap interval."""
     rows = []

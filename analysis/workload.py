@@ -1,22 +1,39 @@
-"""Rollout batches of a backbone under the DanceGRPO recipe, each named by a purpose and a number."""
+"""Rollout batches of a backbone, each named by a purpose and a number."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from jagg_core import DanceSDE, Trajectory, VelocityPolicy, group_advantages, initial_latents, rollout
+from jagg_core import Trajectory, Transition, VelocityPolicy, group_advantages, initial_latents, rollout
 from jagg_core.backbones import Backbone, ScheduleName, check_schedule, schedule_of
-from jagg_core.checks import require_at_least
+from jagg_core.checks import require_at_least, require_one_of
+from jagg_core.grpo.settings import TRANSITIONS
 from jagg_core.rewards import Reward, score
+from jagg_core.schedule import TimestepMode
 from jagg_core.seeding import derive_seed, generator_for
+
+USUAL = {"transition": "dance", "timestep_mode": "float"}
+"""What rollouts have where a record, or the key of a stored table, does not name it."""
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """How rollouts are made. ``guidance`` None is the backbone's usual one; ``shift`` is the schedule ``dance``'s.
+    """How rollouts are made; DanceGRPO's by default, but for ``timestep_mode``.
+
+    Attributes:
+        steps: sampling steps.
+        shift: time shift of the schedule "dance".
+        schedule: sigmas; "own" are those of the backbone's sampler.
+        transition: kernel of the SDE steps, as the trainer has it.
+        timestep_mode: what the network is told instead of sigma, as the trainer has it.
+        prompts: of a rollout batch.
+        samples: per prompt.
+        guidance: scale; None is the backbone's usual one.
+        seed: of prompts, latents and noise.
 
     Raises:
         ValueError: a setting out of range.
@@ -25,6 +42,8 @@ class Recipe:
     steps: int = 21
     shift: float = 3.0
     schedule: ScheduleName = "dance"
+    transition: Literal["dance", "flow", "cps"] = "dance"
+    timestep_mode: TimestepMode = "float"
     prompts: int = 2
     samples: int = 3
     guidance: float | None = None
@@ -33,6 +52,8 @@ class Recipe:
     def __post_init__(self) -> None:
         require_at_least(self, steps=3, prompts=1, samples=2)
         check_schedule(self.schedule, self.steps, self.shift)
+        require_one_of("transition", self.transition, tuple(TRANSITIONS))
+        require_one_of("timestep_mode", self.timestep_mode, TimestepMode)
 
     @property
     def batch(self) -> int:
@@ -42,6 +63,18 @@ class Recipe:
     def sigmas(self, backbone: Backbone) -> Tensor:
         """The schedule of a rollout, ``[steps + 1]``."""
         return schedule_of(backbone, self.schedule, self.steps, self.shift)
+
+    def kernel(self, eta: float) -> Transition:
+        """The SDE steps' kernel.
+
+        Raises:
+            ValueError: ``eta`` out of range for it.
+        """
+        return TRANSITIONS[self.transition](eta)
+
+    def key(self) -> dict[str, Any]:
+        """By what a stored table is found."""
+        return {name: v for name, v in asdict(self).items() if name not in USUAL or v != USUAL[name]}
 
 
 @dataclass(frozen=True)
@@ -80,6 +113,8 @@ def make_batch(backbone: Backbone, reward: Reward, recipe: Recipe, eta: float, p
     prompts = [backbone.prompts[i] for i in prompt_ids.tolist()]
     policy = backbone.policy(prompts, recipe.guidance)
     latents = initial_latents(backbone.latent_shape, seed, range(recipe.batch)).to(backbone.device)
-    trajectory = rollout(policy, recipe.sigmas(backbone), DanceSDE(eta), latents, seed)
+    trajectory = rollout(
+        policy, recipe.sigmas(backbone), recipe.kernel(eta), latents, seed, timestep_mode=recipe.timestep_mode
+    )
     rewards = score(reward, backbone.decode(trajectory.final), prompts)
     return Batch(seed, policy, trajectory, prompts, rewards, group_advantages(rewards, prompt_ids.to(rewards.device)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,17 +11,17 @@ from tqdm import tqdm
 
 from bench.collectives import CollectiveBench, is_first, run_collective_bench, settings_of
 from bench.compare import compare
-from bench.compiling import BACKENDS
 from bench.cost import Machine, Update, schemes
 from bench.cost_study import CostStudy, run_cost_study
 from bench.findings import count_lines
 from bench.group import GroupBench, run_group_bench
-from bench.lines import LINES, memory_lines, speed_lines, step_lines
+from bench.lines import LINES, failure_lines, memory_lines, speed_lines, step_lines
 from bench.memory import run_memory_bench
+from bench.progress import Part, print_line
 from bench.suite import PRESETS, run_suite
 from bench.update import UpdateBench, run_update_bench
 from jagg_core.flags import add_flags, given
-from jagg_core.records import Record, require_writable
+from jagg_core.records import Record, only_run_in, require_writable
 
 UPDATE_EXAMPLE = (
     "example: python -m bench update --backbone photos-flux --out results/update.json --passes 8 5 "
@@ -43,7 +44,6 @@ CELLS_EXAMPLE = (
 )
 GROUP_EXAMPLE = "example: python -m bench group --backbone digits-flux --batch 16 --window 5 --out results/speed.json"
 MEMORY_EXAMPLE = "example: python -m bench memory --backbone photos-flux --batch 6 --out results/memory.json"
-COMPILE = f"--compile takes a backend of torch.compile for the transformer's blocks: {', '.join(BACKENDS)}."
 
 
 def parser() -> argparse.ArgumentParser:
@@ -56,17 +56,17 @@ def parser() -> argparse.ArgumentParser:
         "group",
         help="forward, upstream and backward time of one group of steps, arms interleaved",
         description="Verify every arm's gradient against a plain loop, then time the arms by turns, in every round in "
-        f"another order. --window is W; --guidance none is the backbone's usual one. {COMPILE}",
+        "another order.",
         epilog=GROUP_EXAMPLE,
     )
     add_flags(group, GroupBench)
+    group.add_argument("--out", type=Path, required=True, help="record to write (JSON)")
     _add_collectives(commands)
     _add_run(commands)
     _add_update(commands)
     _add_memory(commands)
     _add_compare(commands)
     _add_cost(commands)
-    group.add_argument("--out", type=Path, required=True, help="record to write (JSON)")
     return top
 
 
@@ -74,9 +74,7 @@ def _add_collectives(commands: Any) -> None:
     counted = commands.add_parser(
         "collectives",
         help="count and time collectives of one group under FSDP2, HSDP or DDP, on ranks of this machine or torchrun's",
-        description="Verify, count and time every arm on every rank. --pretend counts for ranks that are not there; "
-        "--shards, under the layout hsdp, is how many ranks share a copy of the parameters, half of all by default; "
-        "--timeout is in seconds.",
+        description="Verify, count and time every arm on every rank.",
         epilog=COLLECTIVES_EXAMPLE,
     )
     add_flags(counted, CollectiveBench)
@@ -87,7 +85,7 @@ def count_collectives(arguments: argparse.Namespace) -> Record:
     """Count, write the record, and print counts per sharded unit, and findings. Under torchrun, rank 0 does so."""
     settings = settings_of(given(arguments, CollectiveBench))
     require_writable(arguments.out)
-    record = run_collective_bench(settings)
+    record = run_collective_bench(settings, Part(print_line).at)
     if is_first():
         record.write(arguments.out)
         print("\n".join([*count_lines(record), f"wrote {arguments.out}"]))
@@ -96,7 +94,7 @@ def count_collectives(arguments: argparse.Namespace) -> Record:
 
 def _add_run(commands: Any) -> None:
     suite = commands.add_parser("run", help="measure every cell of a preset", epilog=RUN_EXAMPLE)
-    suite.add_argument("--preset", choices=list(PRESETS), required=True)
+    suite.add_argument("--preset", choices=list(PRESETS), required=True, help="cells and their settings")
     suite.add_argument("--timeout", type=float, default=900, help="seconds that each cell may take, default 900")
     suite.add_argument("--out", type=Path, help="run folder, default results/bench-PRESET")
 
@@ -104,9 +102,8 @@ def _add_run(commands: Any) -> None:
 def run_preset(arguments: argparse.Namespace) -> Record:
     """Measure a preset and print what became of its cells, and the speed-ups of its groups and training steps."""
     out = arguments.out or Path("results") / f"bench-{arguments.preset}"
-    require_writable(out / "record.json")
-    with tqdm(total=len(PRESETS[arguments.preset]()), desc=arguments.preset, unit="cell") as bar:
-        record = run_suite(arguments.preset, out, arguments.timeout, lambda _: bar.update())
+    with only_run_in(out):
+        record = run_suite(arguments.preset, out, arguments.timeout, print_line)
     for cell in record.cells:
         print(f"{cell.status:<8} {cell.name}" + (f": {cell.reason}" if cell.reason else ""))
         if cell.status == "ok" and cell.settings["kind"] in LINES:
@@ -121,8 +118,7 @@ def _add_update(commands: Any) -> None:
         "update",
         help="time training steps: rollout, reward, the update by estimator, optimizer",
         description="Verify every way to make the update against a plain loop over its plan, then time them and the "
-        "other parts of a training step by turns. --calibration is a file of python -m analysis calibrate, whose "
-        f"causal plans of so many --passes are timed too. {COMPILE}",
+        "other parts of a training step by turns.",
         epilog=UPDATE_EXAMPLE,
     )
     add_flags(update, UpdateBench, skip=("warmup",))
@@ -134,10 +130,20 @@ def time_update(arguments: argparse.Namespace) -> Record:
     settings = UpdateBench(**given(arguments, UpdateBench))
     require_writable(arguments.out)
     with tqdm(desc=f"time {settings.backbone}") as bar:
-        record = run_update_bench(settings, progress=lambda _: bar.update())
+        record = run_update_bench(settings, progress=_shown_on(bar))
     record.write(arguments.out)
     print("\n".join([*step_lines(record), f"wrote {arguments.out}"]))
     return record
+
+
+def _shown_on(bar: tqdm) -> Callable[[str], None]:
+    """Show on a bar where a run is, a step further each time."""
+
+    def show(where: str) -> None:
+        bar.set_postfix_str(where, refresh=False)
+        bar.update()
+
+    return show
 
 
 def _add_memory(commands: Any) -> None:
@@ -156,7 +162,7 @@ def measure_memory(arguments: argparse.Namespace) -> Record:
     """Measure, write the record, and print a line per arm."""
     settings = GroupBench(**given(arguments, GroupBench))
     require_writable(arguments.out)
-    record = run_memory_bench(settings)
+    record = run_memory_bench(settings, progress=Part(print_line).at)
     record.write(arguments.out)
     print("\n".join([*memory_lines(record), f"wrote {arguments.out}"]))
     return record
@@ -197,10 +203,7 @@ def _add_cost(commands: Any) -> None:
     cost = commands.add_parser(
         "cost",
         help="predict times of a group, an update and a step on 1 to 1024 devices, from counted operations",
-        description="--tflops: reached per device, in 10^12 per second; --bandwidth: of a collective per device, in "
-        "10^9 bytes per second; --overlap: share of the compute time under which communication can hide; --samples: "
-        "per device and pass; --other: reward, optimizer and the like, as a share of exact's rollout and update; "
-        "--measured: records of python -m bench group to hold the model against.",
+        description="Count the operations of a pass, and predict what every scheme takes.",
         epilog=COST_EXAMPLE,
     )
     for owner in (CostStudy, Update, Machine):
@@ -217,7 +220,7 @@ def time_group(arguments: argparse.Namespace) -> Record:
     settings = GroupBench(**given(arguments, GroupBench))
     require_writable(arguments.out)
     with tqdm(desc=f"time {settings.backbone}") as bar:
-        record = run_group_bench(settings, progress=lambda _: bar.update())
+        record = run_group_bench(settings, progress=_shown_on(bar))
     record.write(arguments.out)
     print("\n".join([*speed_lines(record), f"wrote {arguments.out}"]))
     return record
@@ -237,7 +240,7 @@ def predict_cost(arguments: argparse.Namespace) -> Record:
     print(f"{'scheme':<20}" + "".join(f"{f'{n} devices':>14}" for n in settings.ranks) + "   step, seconds")
     for name in schemes(settings.update):
         times = [record.cell(f"{name}/ranks={n}").values["step_s"] for n in settings.ranks]
-        print(f"{name:<20}" + "".join(f"{t:>14.2f}" for t in times))
+        print(f"{name:<20}" + "".join(f"{t:>14.2f}" if t >= 1 else f"{t:>14.3g}" for t in times))
     print(f"\nwrote {path}; its page: python -m analysis report {arguments.out}")
     return record
 
@@ -262,7 +265,7 @@ def main(argv: list[str] | None = None) -> None:
             failed, title = compare_runs(arguments), "verdicts to fail on"
         else:
             record, title = COMMANDS[arguments.command](arguments), "failed cells"
-            failed = [f"{cell.name}: {cell.reason}" for cell in record.cells if cell.status == "failed"]
+            failed = failure_lines(record.cells)
     except ImportError as error:
         top.error(f"{error}: pip install 'jagg-core[bench]'")
     except (ValueError, OSError) as error:

@@ -19,6 +19,7 @@ from bench.collective_ranks import work, work_launched
 from bench.findings import findings
 from bench.group import DTYPES
 from bench.layouts import Layout
+from bench.progress import Say
 from jagg_core.backbones import read_options
 from jagg_core.checks import require_at_least, require_one_of
 from jagg_core.records import Cell, Record, command_line
@@ -28,10 +29,22 @@ from jagg_core.records import Cell, Record, command_line
 class CollectiveBench:
     """Settings.
 
-    ``ranks`` processes on this machine, with gloo on the CPU and NCCL on GPUs; or those that torchrun started; or,
-    with ``pretend``, one process that is told it is one of so many (torch's fake process group): counts are the same,
-    values and times mean nothing and are left out. Under the layout ``hsdp``, ``shards`` ranks share a copy of the
-    parameters, half of all by default. A child that is not done after ``timeout`` seconds ends the run.
+    Attributes:
+        backbone: registered, or your own as module:function.
+        backbone_options: option=value of its loader, such as height=512 lora_rank=32.
+        window: steps W of the group.
+        batch: samples of the rollout, on every rank.
+        rounds: times that every arm is timed, each round in another order.
+        ranks: processes on this machine, with gloo on the CPU and NCCL on GPUs; or those that torchrun started.
+        pretend: one process is told that it is one of so many (torch's fake process group): counts are the same,
+            values and times mean nothing and are left out.
+        checkpointing: recompute activations in the backward.
+        layout: of the transformer over ranks; see `bench.layouts.Layout`.
+        shards: ranks that share a copy of the parameters under "hsdp", half of all by default.
+        device: cpu or cuda, of which a rank takes its own.
+        dtype: the network computes in: float32, bfloat16, float16 or float64.
+        seed: of rollout and order of arms.
+        timeout: seconds; a rank that is not done then ends the run.
 
     Raises:
         ValueError: a setting out of range, or settings that do not go together.
@@ -96,13 +109,13 @@ def settings_of(flags: dict[str, Any]) -> CollectiveBench:
     return CollectiveBench(**flags | {"ranks": ranks})
 
 
-def run_collective_bench(settings: CollectiveBench) -> Record:
-    """Verify, count and time every arm on every rank.
+def run_collective_bench(settings: CollectiveBench, progress: Say | None = None) -> Record:
+    """Verify, count and time every arm on every rank. ``progress`` is told about every second that ranks are at work.
 
     A rank that fails or hangs ends the run; its error is in the record.
     """
     try:
-        return record_of(settings, work_launched(settings) if launched() else _spawn(settings))
+        return record_of(settings, work_launched(settings) if launched() else _spawn(settings, progress))
     except Exception as error:  # whatever a rank raises
         record = _empty(settings)
         record.cells.append(Cell("ranks", "failed", f"{type(error).__name__}: {str(error).strip()[-2000:]}"))
@@ -128,11 +141,16 @@ def _empty(settings: CollectiveBench) -> Record:
     return Record("collectives", command_line(), settings.backbone, asdict(settings), seeds={"group": [settings.seed]})
 
 
-def _spawn(settings: CollectiveBench) -> list[dict[str, Any]]:
+def _spawn(settings: CollectiveBench, progress: Say | None) -> list[dict[str, Any]]:
     """What each rank found, in processes of their own."""
     processes = 1 if settings.pretend else settings.ranks
+
+    def waiting() -> None:
+        if progress is not None:
+            progress(f"{settings.ranks} ranks verify, count and time the arms")
+
     with tempfile.TemporaryDirectory() as folder:
-        run_children(work, (settings, folder), processes, settings.timeout)
+        run_children(work, (settings, folder), processes, settings.timeout, waiting=waiting)
         return [json.loads((Path(folder) / f"{rank}.json").read_text()) for rank in range(processes)]
 
 

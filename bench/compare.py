@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Literal
 
-import numpy as np
-
+from bench.noise import exact_against_itself, floor_of, ratio_of_medians, times_of
 from jagg_core.records import Cell, Record, RecordError
 
 Verdict = Literal["faster", "slower", "same", "ambiguous", "missing", "failed"]
@@ -17,8 +15,6 @@ ALIKE = ("backbone", "window", "batch", "device", "dtype", "checkpointing", "com
 
 MACHINE = ("processor", "cores", "threads", "cuda_devices")
 """What makes a machine, of a record's environment."""
-
-DRAWS = 9999
 
 
 @dataclass(frozen=True)
@@ -76,11 +72,8 @@ def _require_alike(first: Record, second: Record, across_machines: bool) -> None
 
 
 def _noise_floor(record: Record) -> float:
-    cells = {cell.name: cell for cell in record.cells if cell.status == "ok"}
-    if not {"exact", "exact-again"} <= cells.keys():
-        raise RecordError("a run needs the arms exact and exact-again, whose difference is the noise floor")
-    _, low, high = ratio_of_medians(_times(cells["exact-again"]), _times(cells["exact"]))
-    return max(1 / low, high) - 1
+    _, low, high = exact_against_itself(record)
+    return floor_of(low, high)
 
 
 def _compare_arm(name: str, first: Cell | None, second: Cell | None, floor: float) -> Comparison:
@@ -88,7 +81,7 @@ def _compare_arm(name: str, first: Cell | None, second: Cell | None, floor: floa
         return Comparison(name, "missing")
     if first.status != "ok" or second.status != "ok":
         return Comparison(name, "failed")
-    ratio, low, high = ratio_of_medians(_times(second), _times(first))
+    ratio, low, high = ratio_of_medians(times_of(second), times_of(first))
     upper, lower = 1 + floor, 1 / (1 + floor)
     verdict: Verdict = "ambiguous"
     if low > upper:
@@ -98,21 +91,3 @@ def _compare_arm(name: str, first: Cell | None, second: Cell | None, floor: floa
     elif lower <= ratio <= upper:
         verdict = "same"
     return Comparison(name, verdict, ratio, low, high)
-
-
-def _times(cell: Cell) -> list[float]:
-    times = [time for time in cell.samples.get("total_s", []) if time is not None]
-    if len(times) < 2 or any(not 0 < time < math.inf for time in times):
-        raise RecordError(f"arm {cell.name} needs at least two positive times, found {times}")
-    return times
-
-
-def ratio_of_medians(numerator: list[float], denominator: list[float], seed: int = 0) -> tuple[float, float, float]:
-    """Ratio of medians of two runs' samples, and its 95 % percentile bootstrap interval (runs resampled apart)."""
-    generator = np.random.default_rng(seed)
-    medians = [
-        np.median(generator.choice(np.asarray(samples), (DRAWS, len(samples))), axis=1)
-        for samples in (numerator, denominator)
-    ]
-    low, high = np.percentile(medians[0] / medians[1], [2.5, 97.5])
-    return float(np.median(numerator) / np.median(denominator)), float(low), float(high)

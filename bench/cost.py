@@ -139,7 +139,11 @@ class Machine:
 class Update:
     """What is trained: T of ``steps`` sampling steps (all but the last), in groups of W, or by plans of so many passes.
 
-    Numbers of passes above T are left out of the predictions.
+    Attributes:
+        steps: sampling steps.
+        window: steps W of a group.
+        jagg_frac: share of the groups, from the first, that the paper's recipe approximates.
+        passes: of plans that know no groups; numbers above T are left out of the predictions.
 
     Raises:
         ValueError: a setting out of range.

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from bench.cost import Machine, Update, as_values, check_ranks, predict
 from bench.fit import fit
-from bench.work import count_work
+from bench.work import count_work, is_published
 from jagg_core.backbones import read_options
 from jagg_core.records import Cell, Record, command_line
 
@@ -16,8 +16,12 @@ from jagg_core.records import Cell, Record, command_line
 class CostStudy:
     """What is predicted.
 
-    ``guidance``: see `jagg_core.backbones.Backbone.policy`; 1 where a recipe trains without. ``measured``: records of
-    ``python -m bench group`` to hold the model against.
+    Attributes:
+        backbone: registered, or your own as module:function; a published configuration is counted without its weights.
+        backbone_options: option=value of its loader, such as height=720 width=720.
+        guidance: scale; None is the backbone's usual one, 1 where a recipe trains without.
+        ranks: numbers of devices.
+        measured: records of ``python -m bench group`` to hold the model against.
 
     Raises:
         ValueError: a setting out of range; raised before anything is counted.
@@ -32,7 +36,12 @@ class CostStudy:
     machine: Machine = field(default_factory=Machine)
 
     def __post_init__(self) -> None:
-        read_options(self.backbone, self.backbone_options)
+        options = read_options(self.backbone, self.backbone_options)
+        weights = sorted({"path", "revision"} & options.keys())
+        if weights and is_published(self.backbone):
+            raise ValueError(
+                f"backbone_options: the published configuration is counted, of no folder, found {' and '.join(weights)}"
+            )
         check_ranks(self.ranks)
 
 
@@ -40,7 +49,7 @@ def run_cost_study(settings: CostStudy) -> Record:
     """Count, predict, and hold the model against what was measured. Returns the record.
 
     Raises:
-        ValueError: a backbone without a published configuration.
+        ValueError: a backbone that cannot be counted; see `bench.work.count_work`.
         RecordError: a measured record that is none.
     """
     fitted = [fit(Record.read(Path(path))) for path in settings.measured]

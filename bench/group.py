@@ -11,6 +11,7 @@ from torch.utils.benchmark.utils.timer import timer
 
 from bench.arms import Arm, Group, arms_for, run_arm
 from bench.compiling import BACKENDS, compile_blocks, compile_seconds, compiled_graphs, require_graphs, uncompiled
+from bench.noise import note_noise
 from bench.rounds import time_in_rounds
 from jagg_core import ClippedSurrogate, DanceSDE, Plan, Trajectory, VelocityPolicy, initial_latents, rollout
 from jagg_core.backbones import Backbone, ScheduleName, check_schedule, load_backbone, read_options, schedule_of
@@ -30,8 +31,24 @@ DTYPES = tuple(str(dtype).removeprefix("torch.") for dtype in TOLERANCE)
 class GroupBench:
     """Settings of a run.
 
-    ``guidance``: see `jagg_core.backbones.Backbone.policy`. ``compile``: backend of torch.compile for the transformer's
-    blocks, one of `bench.compiling.BACKENDS`; None runs them as they are.
+    Attributes:
+        backbone: registered, or your own as module:function.
+        backbone_options: option=value of its loader, such as height=512 lora_rank=32.
+        window: steps W of the group.
+        batch: samples of the rollout.
+        rounds: times that every arm is timed, each round in another order.
+        warmup: rounds before those that count.
+        eta: noise of Dance-SDE.
+        steps: sampling steps of the rollout.
+        shift: time shift of the schedule "dance".
+        schedule: sigmas; "own" are those of the backbone's sampler.
+        guidance: scale; None is the backbone's usual one.
+        checkpointing: recompute activations in the backward.
+        compile: backend of torch.compile for the transformer's blocks: inductor, aot_eager or eager; None runs them
+            as they are.
+        device: such as cpu, cuda or cuda:1.
+        dtype: the network computes in: float32, bfloat16, float16 or float64.
+        seed: of rollout and order of arms.
 
     Raises:
         ValueError: a setting out of range.
@@ -142,7 +159,7 @@ def run_group_bench(settings: GroupBench, progress: Callable[[str], None] | None
     arms = {arm.name: arm for arm in arms_for(sigmas, settings.window, settings.seed)}
     cells: list[Cell] = []
     graphs = compiled_graphs()
-    for arm in arms.values():
+    for number, arm in enumerate(arms.values(), 1):
         with recorded(cells, arm.name, upstream=arm.upstream, backward=arm.backward) as cell:
             plan, before = arm.amounts_to, compile_seconds()
             with uncompiled(settings.compile):
@@ -154,10 +171,10 @@ def run_group_bench(settings: GroupBench, progress: Callable[[str], None] | None
             compiling = compile_seconds() - before
             cell.values = {"relative_error": error, "passes": plan.passes, "compile_s": compiling}
         if progress is not None:
-            progress(f"verified {arm.name}")
+            progress(f"verified {arm.name}, {number} of {len(arms)} arms")
     time_in_rounds(cells, lambda name: time_arm(arms[name], group), settings.rounds, settings.seed, progress)
     clear(group.parameters)
-    return Record(
+    record = Record(
         kind="group-speed",
         command=command_line(),
         backbone=settings.backbone,
@@ -167,6 +184,8 @@ def run_group_bench(settings: GroupBench, progress: Callable[[str], None] | None
         environment=where,
         cells=cells,
     )
+    note_noise(record)
+    return record
 
 
 def load_group(settings: GroupBench) -> Group:

@@ -1,9 +1,11 @@
-"""What the commands say of a record: medians, speed-ups over exact, and what compiling took."""
+"""What the commands say of a record: medians, speed-ups over exact, what compiling took, and what failed."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from statistics import median
 
+from bench.noise import noise_findings
 from bench.update import PARTS, speed_ups
 from jagg_core.records import Cell, Record
 
@@ -14,7 +16,7 @@ def speed_lines(record: Record) -> list[str]:
     if "exact" not in times:
         return []
     lines = [f"{name:<24}{time * 1000:>10.1f} ms{times['exact'] / time:>8.2f}x" for name, time in times.items()]
-    return [*lines, *_compile_lines(record)]
+    return [*lines, *_compile_lines(record), *noise_findings(record)]
 
 
 def step_lines(record: Record) -> list[str]:
@@ -25,13 +27,23 @@ def step_lines(record: Record) -> list[str]:
         ratios = f"{one['backward']:>9.2f}x{one['update']:>8.2f}x{step:>12}"
         lines.append(f"{one['way']:<30}{one['passes']:>7}{one['seconds']:>9.2f}{ratios}")
     others = [f"{c.name} {_median(c, 'total_s'):.4f} s" for c in record.cells if c.name in PARTS and c.samples]
-    return [*lines, f"beside the update: {', '.join(others)}", *_compile_lines(record)]
+    said = [*lines, f"beside the update: {', '.join(others)}", *_compile_lines(record)]
+    return said + noise_findings(record)
 
 
 def memory_lines(record: Record) -> list[str]:
     """Peak of every arm that was measured."""
     peaks = {cell.name: _median(cell, "peak_bytes") for cell in record.cells if cell.status == "ok"}
     return [f"{name:<24}{peak / 2**20:>10.1f} MiB beyond model and gradients" for name, peak in peaks.items()]
+
+
+def failure_lines(cells: Sequence[Cell]) -> list[str]:
+    """A line per reason for which cells failed, with the names of those cells."""
+    failed: dict[str | None, list[str]] = {}
+    for cell in cells:
+        if cell.status == "failed":
+            failed.setdefault(cell.reason, []).append(cell.name)
+    return [f"{', '.join(names)}: {reason}" for reason, names in failed.items()]
 
 
 def _compile_lines(record: Record) -> list[str]:

@@ -6,6 +6,7 @@ import gc
 import tempfile
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import partial
@@ -19,6 +20,7 @@ from torch.utils._pytree import tree_leaves
 from bench.arms import arms_for, run_arm
 from bench.children import run_children
 from bench.group import GroupBench, load_group
+from bench.progress import Say
 from jagg_core.records import Cell, Record, command_line, read_json, write_json
 
 REPEATS = {"cuda": 3, "cpu": 1}
@@ -31,8 +33,12 @@ LEFT_OUT = ("exact-again", "exact-bare", "prototype", "subsample")
 """Arms that are there to time the others against; they hold what exact, or closed-form-sequential, holds."""
 
 
-def run_memory_bench(settings: GroupBench, arms: Sequence[str] | None = None, timeout: float = 600) -> Record:
+def run_memory_bench(
+    settings: GroupBench, arms: Sequence[str] | None = None, timeout: float = 600, progress: Say | None = None
+) -> Record:
     """Measure ``arms`` of ``python -m bench group`` (None: all) within ``timeout`` seconds.
+
+    ``progress`` is told about every second how many arms are done.
 
     An arm that fails or hangs is recorded as failed; those after it are measured in another process. A cell's
     ``peak_bytes`` is what was needed beyond the loaded model, its rollout and its gradients: activations of the graphs
@@ -47,10 +53,16 @@ def run_memory_bench(settings: GroupBench, arms: Sequence[str] | None = None, ti
     cells: list[Cell] = []
     started = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
+
+        def waiting() -> None:
+            if progress is not None:
+                measured = sum((Path(folder) / f"{name}.json").exists() for name in left)
+                progress(f"measured {len(cells) + measured} of {len(cells) + len(left)} arms")
+
         while left:
             failure: Exception | None = None
             try:
-                run_children(measure, (settings, left, folder), 1, timeout, started)
+                run_children(measure, (settings, left, folder), 1, timeout, started, waiting)
             except Exception as error:  # of a child that died, hung or ran out of memory
                 failure = error
             while left and (found := Path(folder) / f"{left[0]}.json").exists():
@@ -103,13 +115,25 @@ class LiveBytes(TorchDispatchMode):
     """Bytes of tensors that operators made and that are still alive, and the most there were.
 
     What resident memory is on a CPU depends on the allocator's habits; this does not. Scratch space inside an operator
-    is not seen.
+    is not seen. Tensors may be let go in any thread.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.now = self.peak = 0
+        self.peak = 0
+        self._alive = 0
         self._known: set[int] = set()
+        # what other threads let go of is noted, and taken off in this one: two that count at once lose a number
+        self._gone: deque[tuple[int, int]] = deque()
+
+    @property
+    def now(self) -> int:
+        """Bytes that are alive."""
+        while self._gone:
+            key, size = self._gone.popleft()
+            self._known.discard(key)
+            self._alive -= size
+        return self._alive
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -123,14 +147,10 @@ class LiveBytes(TorchDispatchMode):
 
     def _note(self, storage: torch.UntypedStorage, inputs: set[int]) -> None:
         """Count a storage that is new: not of an input (a view, or in place), nor seen before."""
-        key = storage._cdata
+        before, key, size = self.now, storage._cdata, storage.nbytes()
         if key in inputs or key in self._known:
             return
         self._known.add(key)
-        self.now += storage.nbytes()
-        self.peak = max(self.peak, self.now)
-        weakref.finalize(storage, self._forget, key, storage.nbytes())
-
-    def _forget(self, key: int, size: int) -> None:
-        self._known.discard(key)
-        self.now -= size
+        self._alive = before + size
+        self.peak = max(self.peak, self._alive)
+        weakref.finalize(storage, self._gone.append, (key, size))

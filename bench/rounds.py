@@ -33,7 +33,7 @@ def time_in_rounds(
                 timed[index].samples.setdefault(name, []).append(seconds)
             compiled[index] += compiled_graphs() - before
         if progress is not None:
-            progress(f"round {number + 1}")
+            progress(f"round {number + 1} of {rounds}")
     for index, graphs in compiled.items():
         if graphs:
             cell = timed[index]

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,10 +16,14 @@ from bench.children import run_children
 from bench.collectives import CollectiveBench, run_collective_bench
 from bench.fit import fit
 from bench.group import GroupBench, run_group_bench
+from bench.lines import failure_lines
 from bench.memory import run_memory_bench
+from bench.progress import Part, Say
 from bench.update import UpdateBench, run_update_bench, speed_ups
+from bench.work import is_published
 from jagg_core.backbones import list_backbones
-from jagg_core.records import Cell, Record, command_line
+from jagg_core.backbones.registry import TRAINED
+from jagg_core.records import Cell, Record, command_line, write_atomically
 
 Settings = GroupBench | CollectiveBench
 Kind = Literal["group", "update", "memory", "collectives"]
@@ -148,30 +154,34 @@ PRESETS: dict[str, Callable[[], list[Planned]]] = {
 """Cells by the name of a preset. Full-size models train a LoRA, as one device holds no second copy of them."""
 
 
-def run_suite(preset: str, out: Path, timeout: float = 900, progress: Callable[[str], None] | None = None) -> Record:
+def run_suite(preset: str, out: Path, timeout: float = 900, progress: Say | None = None) -> Record:
     """Measure every cell of a preset, and write its record beside ``out/record.json``, which lists them all.
 
     A cell that is skipped says what it needs; one that fails has its error; both leave the others alone. A run that is
     killed has the records of the cells that were done, and names the others. ``timeout``: seconds that each cell may
-    take.
+    take. ``progress`` takes lines: which cell runs, how far it is, and what became of it.
 
     Raises:
-        ValueError: unknown preset.
+        ValueError: unknown preset, or a timeout that is not positive.
     """
     if preset not in PRESETS:
         raise ValueError(f"preset must be one of {list(PRESETS)}, found {preset!r}")
+    if not timeout > 0:
+        raise ValueError(f"timeout must be positive, found {timeout}")
     planned = PRESETS[preset]()
     cells = [Cell(one.name, "skipped", NOT_REACHED) for one in planned]
     record = Record("bench", command_line(), preset, {"preset": preset}, seeds={}, cells=cells)
+    say = progress or (lambda line: None)
     for number, one in enumerate(planned):
-        record.cells[number] = _measure(one, out, timeout)
+        say(f"{preset}, {number + 1} of {len(planned)}: {one.name}")
+        part = Part(progress)
+        cell = record.cells[number] = _measure(one, out, timeout, part.at)
         record.write(out / "record.json")
-        if progress is not None:
-            progress(one.name)
+        say(f"  {cell.status} after {part.seconds:.0f} s")
     return record
 
 
-def _measure(planned: Planned, out: Path, timeout: float) -> Cell:
+def _measure(planned: Planned, out: Path, timeout: float, progress: Say) -> Cell:
     settings = asdict(planned.settings) | {"kind": planned.kind, "file": planned.file}
     reason = why_not(planned)
     if reason is not None:
@@ -181,13 +191,13 @@ def _measure(planned: Planned, out: Path, timeout: float) -> Cell:
     try:
         # what is timed has a process of its own; the other kinds spawn theirs
         if isinstance(planned.settings, CollectiveBench):
-            run_collective_bench(replace(planned.settings, timeout=max(1, round(timeout)))).write(path)
+            run_collective_bench(replace(planned.settings, timeout=max(1, round(timeout))), progress).write(path)
         elif planned.kind == "memory":
-            run_memory_bench(planned.settings, timeout=timeout).write(path)
+            run_memory_bench(planned.settings, timeout=timeout, progress=progress).write(path)
         else:
-            run_children(_child, (planned.settings, str(path)), 1, timeout)
+            _in_a_child(planned.settings, path, timeout, progress)
         record = Record.read(path)
-        failed = [f"{cell.name}: {cell.reason}" for cell in record.cells if cell.status == "failed"]
+        failed = failure_lines(record.cells)
     except Exception as error:  # of a child that died, hung or ran out of memory
         return Cell(planned.name, "failed", f"{type(error).__name__}: {str(error).strip()[-2000:]}", settings)
     if failed:
@@ -202,27 +212,63 @@ def _derived(kind: Kind, record: Record) -> dict[str, Any]:
     return {"speed_ups": speed_ups(record)} if kind == "update" else {}
 
 
-def _child(number: int, settings: GroupBench, path: str) -> None:
-    found = run_update_bench(settings) if isinstance(settings, UpdateBench) else run_group_bench(settings)
-    found.write(Path(path))
+def _in_a_child(settings: GroupBench, path: Path, timeout: float, progress: Say) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        note = Path(folder) / "progress"
+        note.write_text("loads the model")
+
+        def waiting() -> None:
+            progress(note.read_text())
+
+        run_children(_child, (settings, str(path), str(note)), 1, timeout, waiting=waiting)
+
+
+def _child(number: int, settings: GroupBench, path: str, note: str) -> None:
+    """Time, write the record to the file ``path``, and meanwhile how far it is to the file ``note``."""
+
+    def progress(where: str) -> None:
+        write_atomically(Path(note), where.encode())
+
+    if isinstance(settings, UpdateBench):
+        record = run_update_bench(settings, progress)
+    else:
+        record = run_group_bench(settings, progress)
+    record.write(Path(path))
 
 
 def why_not(planned: Planned) -> str | None:
-    """Why a cell cannot be measured here: no such device, or too little memory; None if it can."""
+    """Why a cell cannot be measured here: no such device, no such library, or too little memory; None if it can."""
     settings = planned.settings
     if settings.device.startswith("cuda") and not torch.cuda.is_available():
         return f"needs a CUDA device{_needed(planned)}; this machine has none"
+    missing = _missing_libraries(settings)
+    if missing:
+        return f"needs {' and '.join(missing)}, not installed here: pip install 'jagg-core[pretrained]'"
     needed, present = needed_bytes(planned), _memory(settings.device)
     if needed > present:
         return f"needs {needed / 2**30:.1f} GiB, {settings.device} has {present / 2**30:.1f}"
     return None
 
 
+def _missing_libraries(settings: Settings) -> list[str]:
+    """What a backbone of ours is built from, as far as it is not installed."""
+    wanted = ["diffusers"] if settings.backbone in TRAINED or is_published(settings.backbone) else []
+    if is_published(settings.backbone):
+        wanted.append("transformers")
+    if wanted and _is_lora(settings):
+        wanted.append("peft")
+    return [name for name in wanted if find_spec(name) is None]
+
+
+def _is_lora(settings: Settings) -> bool:
+    return any(option.startswith("lora_rank=") for option in settings.backbone_options)
+
+
 def needed_bytes(planned: Planned) -> float:
     """Least memory of a cell: copies of the parameters, without activations. A LoRA's gradients count as none."""
     settings = planned.settings
     parameters = next((e.parameters for e in list_backbones() if e.name == settings.backbone), 0)
-    copies = 1 if any(option.startswith("lora_rank=") for option in settings.backbone_options) else COPIES[planned.kind]
+    copies = 1 if _is_lora(settings) else COPIES[planned.kind]
     ranks = settings.ranks if isinstance(settings, CollectiveBench) and settings.device == "cpu" else 1
     return float(parameters * getattr(torch, settings.dtype).itemsize * copies * ranks)
 

@@ -13,6 +13,7 @@ from torch.utils.benchmark.utils.timer import timer
 
 from bench.compiling import compile_blocks, compile_seconds, compiled_graphs, require_graphs, uncompiled
 from bench.group import GroupBench, clear, gradient, load, plain_gradient, prompts_of, verify, workload
+from bench.noise import note_noise
 from bench.rounds import time_in_rounds
 from jagg_core import (
     ClippedSurrogate,
@@ -41,7 +42,13 @@ REWARDS = {"digits": "ink", "photos": "redness"}
 
 @dataclass(frozen=True)
 class UpdateBench(GroupBench):
-    """Settings: those of a group, the paper's fraction of groups, a calibration whose causal plans are timed, a reward.
+    """Settings: those of a group, and what a whole training step needs beside.
+
+    Attributes:
+        jagg_frac: share of the groups, from the first, that the paper's recipe approximates.
+        calibration: file of ``python -m analysis calibrate`` whose causal plans are timed too.
+        passes: of those plans.
+        reward: scored and timed as a part of the step; none leaves it out.
 
     Raises:
         ValueError: a setting out of range, or passes that were not calibrated.
@@ -125,7 +132,8 @@ def run_update_bench(settings: UpdateBench, progress: Callable[[str], None] | No
     runs: dict[str, Callable[[], object]] = {}
     cells: list[Cell] = []
     graphs = compiled_graphs()
-    for way in ways(trajectory, settings):
+    compared = ways(trajectory, settings)
+    for number, way in enumerate(compared, 1):
         runs[way.name] = _runner(way, policy, trajectory, advantages)
         with recorded(cells, way.name) as cell:
             before = compile_seconds()
@@ -138,7 +146,7 @@ def run_update_bench(settings: UpdateBench, progress: Callable[[str], None] | No
             compiling = compile_seconds() - before
             cell.values = {"relative_error": error, "passes": way.plan.passes, "compile_s": compiling}
         if progress is not None:
-            progress(f"verified {way.name}")
+            progress(f"verified {way.name}, {number} of {len(compared)} ways")
     optimizer = Optimizer(parameters, gradient(parameters))
     runs["rollout"] = lambda: rollout(policy, sigmas, DanceSDE(settings.eta), trajectory.latents[0], settings.seed)
     runs["reward"] = lambda: _judge(backbone, reward, trajectory.final)
@@ -163,7 +171,7 @@ def run_update_bench(settings: UpdateBench, progress: Callable[[str], None] | No
             cell.values = {"compile_s": compile_seconds() - before}
     time_in_rounds(cells, execute, settings.rounds, settings.seed, progress)
     clear(parameters)
-    return Record(
+    record = Record(
         kind="update-speed",
         command=command_line(),
         backbone=settings.backbone,
@@ -173,6 +181,8 @@ def run_update_bench(settings: UpdateBench, progress: Callable[[str], None] | No
         environment=where,
         cells=cells,
     )
+    note_noise(record)
+    return record
 
 
 def _reward(settings: UpdateBench, backbone: Backbone) -> Reward | None:

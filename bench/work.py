@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from jagg_core.backbones import load_backbone
+from jagg_core.backbones import Backbone, list_backbones, load_backbone
 
 
 @dataclass(frozen=True)
@@ -26,14 +26,27 @@ class PassWork:
 
 
 def count_work(backbone: str, options: dict[str, object], guidance: float | None = None) -> PassWork:
-    """Count one sample's pass through a backbone as published, without memory for it.
+    """Count one sample's pass through a backbone, without memory for it: a published one by its configuration alone.
 
     ``guidance``: see `jagg_core.backbones.Backbone.policy`; at 1 a model makes one call per velocity.
 
     Raises:
-        ValueError: a backbone without a published configuration, or an option that it has not.
+        ValueError: an option that the backbone has not, or a backbone of your own that the meta device cannot hold.
     """
-    loaded = load_backbone(backbone, "meta", torch.bfloat16, **(options | {"random_weights": True}))
+    unread = {"random_weights": True} if is_published(backbone) else {}
+    try:
+        loaded = load_backbone(backbone, "meta", torch.bfloat16, **(options | unread))
+        return _counted(loaded, guidance)
+    except (NotImplementedError, RuntimeError) as error:
+        raise ValueError(f"backbone {backbone!r} cannot be counted on the device meta in bfloat16: {error}") from error
+
+
+def is_published(backbone: str) -> bool:
+    """Whether a backbone's weights are on the hub, so that it is built by its configuration without them."""
+    return any(entry.name == backbone and entry.hub_id is not None for entry in list_backbones())
+
+
+def _counted(loaded: Backbone, guidance: float | None) -> PassWork:
     policy = loaded.policy(loaded.prompts[:1], guidance)
     latents = torch.zeros(1, *loaded.latent_shape, device="meta")
     sigma, rows = torch.full((1,), 0.5, device="meta"), torch.zeros(1, dtype=torch.long, device="meta")

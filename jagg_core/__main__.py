@@ -50,9 +50,9 @@ def parser() -> argparse.ArgumentParser:
     check.add_argument("name", help="a registered backbone, or your own as module:function")
     _add_loading(check)
     train = actions.add_parser("train", help="rebuild the weights of a shipped backbone", epilog=TRAIN_EXAMPLE)
-    train.add_argument("name", choices=sorted(TRAINED))
+    train.add_argument("name", choices=sorted(TRAINED), help="a shipped backbone")
     train.add_argument("--steps", type=int, help="training steps, default those of the shipped weights")
-    train.add_argument("--seed", type=int, default=0, help="default 0")
+    train.add_argument("--seed", type=int, default=0, help="of weights, batches and noise, default 0")
     train.add_argument("--out", type=Path, help="weights file, default the package's own")
     rewards = commands.add_parser(
         "rewards", help="list rewards, or retrain a shipped classifier", epilog=REWARD_EXAMPLE
@@ -61,21 +61,21 @@ def parser() -> argparse.ArgumentParser:
     classifier = reward_actions.add_parser(
         "train", help="rebuild the weights of a shipped classifier", epilog=REWARD_EXAMPLE
     )
-    classifier.add_argument("name", choices=("digits", "photos"))
+    classifier.add_argument("name", choices=("digits", "photos"), help="the images that it tells apart")
     classifier.add_argument("--steps", type=int, help="training steps, default those of the shipped weights")
-    classifier.add_argument("--seed", type=int, default=0, help="default 0")
+    classifier.add_argument("--seed", type=int, default=0, help="of weights and batches, default 0")
     classifier.add_argument("--out", type=Path, help="weights file, default the package's own")
     sample = commands.add_parser("sample", help="write a contact sheet, a row per prompt", epilog=SAMPLE_EXAMPLE)
     sample.add_argument(
         "--backbone", default="photos-flux", help="registered, or your own as module:function; default photos-flux"
     )
-    sample.add_argument("--prompts", nargs="+", help="default: all")
+    sample.add_argument("--prompts", nargs="+", help="of the rows, default all of the backbone's")
     sample.add_argument("--count", type=int, default=8, help="samples per prompt, default 8")
     sample.add_argument("--steps", type=int, default=21, help="sampling steps, default 21")
     sample.add_argument("--shift", type=float, default=3.0, help="time shift, default 3")
     sample.add_argument("--eta", type=float, default=0.0, help="noise of Dance-SDE; 0 (default) is the ODE")
-    sample.add_argument("--schedule", choices=get_args(ScheduleName), default="dance", help="default dance")
-    sample.add_argument("--guidance", type=float, help="default: the backbone's usual one")
+    sample.add_argument("--schedule", choices=get_args(ScheduleName), default="dance", help="sigmas, default dance")
+    sample.add_argument("--guidance", type=float, help="scale, default the backbone's usual one")
     _add_loading(sample)
     sample.add_argument("--seed", type=int, default=0, help="of latents and noise, default 0")
     sample.add_argument("--out", type=Path, default=Path("samples.png"), help="PNG file, default samples.png")
@@ -83,7 +83,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def _add_loading(command: argparse.ArgumentParser) -> None:
-    command.add_argument("--device", default="cpu", help="default cpu")
+    command.add_argument("--device", default="cpu", help="such as cuda or cuda:1, default cpu")
     command.add_argument("--dtype", choices=DTYPES, default="float32", help="of the weights, default float32")
     text = "option=value of the backbone's loader, such as path=FOLDER height=512 prompts=FILE"
     command.add_argument(

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -21,8 +21,14 @@ from torch import Tensor, nn
 
 from jagg_core.policy import VelocityPolicy
 
+T = TypeVar("T")
+
 AROUND: ContextVar[Callable[[], AbstractContextManager[None]]] = ContextVar("around collectives", default=nullcontext)
-"""Makes what `on_any_rank` and `gathered` enter while their collective runs, such as a stopwatch."""
+"""Makes what `on_any_rank`, `told_by_ranks` and `gathered` enter while a collective runs, such as a stopwatch."""
+
+
+class RankFailed(RuntimeError):
+    """Something failed on some ranks; raised on every one, and names them and their errors."""
 
 
 def on_any_rank(here: bool, device: torch.device) -> bool:
@@ -33,6 +39,64 @@ def on_any_rank(here: bool, device: torch.device) -> bool:
     with AROUND.get()():
         dist.all_reduce(flag, op=dist.ReduceOp.MAX)
     return bool(flag.item())
+
+
+def told_by_ranks(text: str, device: torch.device) -> str:
+    """What ranks have to say, with their numbers if there are several; empty if nobody says anything.
+
+    Called on every rank. Costs an `on_any_rank` while nobody says anything.
+    """
+    if ranks() == 1 or not on_any_rank(bool(text), device):
+        return text
+    told = [""] * ranks()
+    with AROUND.get()():
+        dist.all_gather_object(told, text)
+    return "; ".join(f"rank {number}: {said}" for number, said in enumerate(told) if said)
+
+
+class FirstError:
+    """The first error of this rank in a loop that goes on because other ranks wait for it in collectives.
+
+    Attributes:
+        error: None until there is one.
+    """
+
+    def __init__(self) -> None:
+        self.error: Exception | None = None
+
+    @contextmanager
+    def keep(self, kind: type[Exception]) -> Iterator[None]:
+        """An error of that kind ends the body, and is kept."""
+        try:
+            yield
+        except kind as error:
+            self.error = self.error or error
+
+
+def raise_together(error: Exception | None, device: torch.device) -> None:
+    """Raise on every rank if there is an error on any. Called on every rank, so not after an error inside collectives.
+
+    Raises:
+        RankFailed: there is one; on a single rank it is raised as it is.
+    """
+    if error is not None and ranks() == 1:
+        raise error
+    told = told_by_ranks("" if error is None else f"{type(error).__name__}: {error}", device)
+    if told:
+        raise RankFailed(told) from error
+
+
+def on_first_rank(work: Callable[[], T], device: torch.device) -> T | None:
+    """What ``work`` returns on the first rank, None on the others, which wait for it. There are no collectives in it.
+
+    Raises:
+        RankFailed: it failed; on a single rank its error is raised as it is.
+    """
+    found, broken = None, FirstError()
+    with broken.keep(Exception):
+        found = work() if rank() == 0 else None
+    raise_together(broken.error, device)
+    return found
 
 
 def ranks() -> int:
@@ -139,6 +203,23 @@ class FixedParameters:
         """The policy's own; empty if it has none."""
         found: dict[str, str] = getattr(self._policy, "signature", dict)()
         return found
+
+
+@contextmanager
+def in_step(policy: VelocityPolicy, latents: Tensor, calls: int) -> Iterator[None]:
+    """Sampling in the body that breaks off at a velocity that is not finite still calls the policy ``calls`` times.
+
+    In every call other ranks gather weights. ``latents``: pure noise ``[N, ...]`` that the calls may be made with.
+    """
+    try:
+        yield
+    except FloatingPointError:
+        if isinstance(policy, FixedParameters):
+            sigma, rows = latents.new_full((len(latents),), 0.5), torch.arange(len(latents), device=latents.device)
+            with torch.no_grad():
+                for _ in range(policy.calls, calls):
+                    policy.velocity(latents, sigma, rows)
+        raise
 
 
 @dataclass(frozen=True)

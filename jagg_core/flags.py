@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from dataclasses import fields
+from inspect import getdoc
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 
@@ -12,15 +13,17 @@ def add_flags(command: argparse.ArgumentParser, settings: type[Any], skip: Seque
     """Add a flag for every field of the dataclass ``settings`` but those in ``skip``.
 
     A tuple takes any number of values, over several flags too; a bool is a switch; a Literal has its choices. Flags
-    that are not given are absent from the parsed arguments.
+    that are not given are absent from the parsed arguments. What the docstrings of the class and of those that it
+    inherits from say about their attributes is the help.
     """
-    types = get_type_hints(settings)
+    types, about = get_type_hints(settings), described(settings)
     for field in fields(settings):
         if field.name in skip:
             continue
         flag, default = "--" + field.name.replace("_", "-"), field.default
+        text = about.get(field.name, "")
         if isinstance(default, bool):
-            command.add_argument(flag, action="store_true", default=argparse.SUPPRESS)
+            command.add_argument(flag, action="store_true", default=argparse.SUPPRESS, help=text)
             continue
         wanted = types[field.name]
         many: dict[str, Any] = {"nargs": "*", "action": "extend"} if isinstance(default, tuple) else {}
@@ -28,8 +31,23 @@ def add_flags(command: argparse.ArgumentParser, settings: type[Any], skip: Seque
         if get_origin(wanted) is Literal:
             many, kind = {"choices": get_args(wanted)}, str
         shown = " ".join(map(str, default)) if isinstance(default, tuple) else default
-        text = "default none" if shown in (None, "") else f"default {shown}"
+        default_text = "default none" if shown in (None, "") else f"default {shown}"
+        text = f"{text} ({default_text})" if text else default_text
         command.add_argument(flag, type=kind, default=argparse.SUPPRESS, help=text, **many)
+
+
+def described(settings: type[Any]) -> dict[str, str]:
+    """What the docstrings of a dataclass and its bases say about each attribute; nothing without docstring_parser."""
+    try:
+        from docstring_parser import parse
+    except ImportError:  # help alone is the poorer for it
+        return {}
+    found: dict[str, str] = {}
+    for kind in reversed(settings.__mro__[:-1]):
+        for attribute in parse(getdoc(kind) or "").params:
+            text = " ".join((attribute.description or "").split()).rstrip(".")
+            found[attribute.arg_name] = text.replace("%", "%%")
+    return found
 
 
 def given(arguments: argparse.Namespace, settings: type[Any]) -> dict[str, Any]:

@@ -157,6 +157,35 @@ def require_writable(path: Path) -> None:
         raise ValueError(f"out: {path} is a folder, a file is needed")
 
 
+@contextmanager
+def only_run_in(folder: Path) -> Iterator[None]:
+    """Hold a folder for one run, so that no second one writes into it meanwhile. The folder is made if need be.
+
+    The system lets go of the lock when the process ends, however it ends; the empty file ``.lock`` stays. Systems and
+    file systems without such locks are not guarded.
+
+    Raises:
+        ValueError: another run holds it, or the path lies below a file.
+    """
+    path = folder / ".lock"
+    require_writable(path)
+    try:
+        import fcntl
+    except ImportError:
+        yield
+        return
+    with path.open("a") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ValueError(
+                f"out: another run is at work in {folder}: wait for its end or stop it, or choose another folder"
+            ) from None
+        except OSError:  # a file system without locks
+            pass
+        yield
+
+
 def write_atomically(path: Path, content: bytes) -> None:
     """Write a file through a temporary one beside it and a rename."""
     path.parent.mkdir(parents=True, exist_ok=True)

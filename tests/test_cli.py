@@ -67,6 +67,23 @@ def test_every_command_has_help(package: str, path: tuple[str, ...], capsys: Cap
     assert shown.out.startswith(" ".join(("usage: python -m", package, *path)))
 
 
+def flags(top: argparse.ArgumentParser, path: tuple[str, ...] = ()) -> Iterator[tuple[str, str]]:
+    """Every argument of every command with its help."""
+    for action in top._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for name, below in action.choices.items():
+                yield from flags(below, (*path, name))
+        else:
+            yield " ".join((*path, *(action.option_strings or [action.dest]))), action.help or ""
+
+
+@pytest.mark.parametrize("package", PARSERS)
+def test_every_flag_says_what_it_is(package: str) -> None:
+    found = dict(flags(PARSERS[package][0]()))
+    assert len(found) >= 20
+    assert not [flag for flag, text in found.items() if not text or text.startswith("default")]
+
+
 def test_all_commands_are_known() -> None:
     assert len(EVERY_COMMAND) == len(set(EVERY_COMMAND)) >= 10
     assert {

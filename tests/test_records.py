@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
@@ -25,6 +26,7 @@ from jagg_core.records import (
     command_line,
     environment,
     git_state,
+    only_run_in,
     plain,
     read_json,
     recorded,
@@ -113,6 +115,59 @@ def test_a_failing_write_leaves_the_old_file_and_nothing_else(
 def test_others_may_read_what_was_written(tmp_path: Path) -> None:
     write_atomically(tmp_path / "deep" / "r.json", b"x")
     assert os.stat(tmp_path / "deep" / "r.json").st_mode & 0o777 == 0o644
+
+
+# One run in a folder
+
+
+def test_a_folder_is_held_by_one_run_whatever_ends_it(tmp_path: Path) -> None:
+    folder = tmp_path / "deep" / "run"
+    with pytest.raises(KeyboardInterrupt), only_run_in(folder):
+        told = rf"another run is at work in {folder}: .* or choose another folder"
+        with pytest.raises(ValueError, match=told), only_run_in(folder):
+            pass
+        with only_run_in(tmp_path / "other"):
+            pass
+        raise KeyboardInterrupt
+    with only_run_in(folder):
+        pass
+
+
+def test_a_process_that_is_killed_lets_go_of_its_folder(tmp_path: Path) -> None:
+    held = (
+        "import sys, pathlib\nfrom jagg_core.records import only_run_in\n"
+        "with only_run_in(pathlib.Path(sys.argv[1])):\n    print('held', flush=True)\n    sys.stdin.read()"
+    )
+    command = [sys.executable, "-c", held, str(tmp_path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "held\n"
+        with pytest.raises(ValueError, match="another run is at work"), only_run_in(tmp_path):
+            pass
+        process.kill()
+    with only_run_in(tmp_path):
+        pass
+
+
+@pytest.mark.parametrize("missing", ["module", "file system"])
+def test_where_there_are_no_locks_nothing_is_guarded(
+    missing: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "no locks available")
+
+    if missing == "module":
+        monkeypatch.setitem(sys.modules, "fcntl", None)
+    else:
+        monkeypatch.setattr("fcntl.flock", refuse)
+    with only_run_in(tmp_path), only_run_in(tmp_path):
+        pass
+
+
+def test_a_folder_below_a_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(ValueError, match="cannot be written"), only_run_in(tmp_path / "file" / "run"):
+        pass
 
 
 # Strict JSON

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from bench.arms import PHASES, arms_for
+from bench.compiling import BACKENDS
 from bench.group import GroupBench
 
 WITHOUT_PHASES = "exact-bare"
@@ -18,7 +19,7 @@ WITHOUT_PHASES = "exact-bare"
 
 @dataclass(frozen=True)
 class Grid:
-    """Values to combine; the defaults are a smoke run.
+    """Values to combine; the defaults are a smoke run. ``compile``: as of `GroupBench`, or ``off``.
 
     Raises:
         ValueError: a setting out of range, or an arm or phase that does not exist.
@@ -29,6 +30,7 @@ class Grid:
     batch: tuple[int, ...] = (2,)
     dtype: tuple[str, ...] = ("float32",)
     checkpointing: tuple[str, ...] = ("off",)
+    compile: tuple[str, ...] = ("off",)
     device: tuple[str, ...] = ("cpu",)
     arm: tuple[str, ...] = tuple(arm.name for arm in arms_for(torch.tensor([1.0, 0.5]), 2))
     phase: tuple[str, ...] = ("total", *PHASES)
@@ -36,7 +38,8 @@ class Grid:
     warmup: int = 1
 
     def __post_init__(self) -> None:
-        allowed = {"arm": Grid.arm, "phase": Grid.phase, "checkpointing": ("off", "on")}
+        switched: dict[str, tuple[str, ...]] = {"checkpointing": ("off", "on"), "compile": ("off", *BACKENDS)}
+        allowed = {"arm": Grid.arm, "phase": Grid.phase} | switched
         for name, values in allowed.items():
             unknown = [value for value in getattr(self, name) if value not in values]
             if unknown:
@@ -45,12 +48,15 @@ class Grid:
 
     def settings(self) -> list[GroupBench]:
         """Groups to load, in order."""
-        names = ("backbone", "device", "dtype", "checkpointing", "window", "batch")
+        names = ("backbone", "device", "dtype", "checkpointing", "compile", "window", "batch")
         shared: dict[str, Any] = {"rounds": self.rounds, "warmup": self.warmup}
-        combined = [
+        combined: list[dict[str, Any]] = [
             dict(zip(names, one, strict=True)) for one in product(*(dict.fromkeys(getattr(self, n)) for n in names))
         ]
-        return [GroupBench(**one | {"checkpointing": one["checkpointing"] == "on"}, **shared) for one in combined]
+        for one in combined:
+            one["checkpointing"] = one["checkpointing"] == "on"
+            one["compile"] = None if one["compile"] == "off" else one["compile"]
+        return [GroupBench(**one, **shared) for one in combined]
 
     def cells(self) -> list[GridCell]:
         """All of them, group by group."""
@@ -75,7 +81,8 @@ class GridCell:
     def name(self) -> str:
         """Readable and stable: ``closed-form-batched-total-digits-flux-W5-float32-b16``."""
         s = self.settings
-        more = ["checkpointing"] * s.checkpointing + [s.device.replace(":", "-")] * (s.device != "cpu")
+        more = ["checkpointing"] * s.checkpointing + ([f"compile-{s.compile}"] if s.compile is not None else [])
+        more += [s.device.replace(":", "-")] * (s.device != "cpu")
         return "-".join([self.arm, self.phase, s.backbone, f"W{s.window}", s.dtype, f"b{s.batch}", *more])
 
 

@@ -5,9 +5,11 @@ A plain ``pytest`` runs the smoke grid once, untimed. To time one, values separa
     python -m pytest bench --benchmark-enable --benchmark-json=cells.json \
         --bench-backbone digits-flux,photos-flux --bench-window 4,5 --bench-batch 16 --bench-checkpointing off,on
 
-``python -m pytest bench --help`` has all options (``--bench-device``, ``--bench-dtype``, ``--bench-arm``,
-``--bench-phase``, ``--bench-rounds``, ``--bench-warmup``). The file also says which of the cells that were asked for
-are ok, failed, skipped or missing. `python -m bench group` interleaves its arms, and is the one to compare arms by.
+``python -m pytest bench --help`` has all options (``--bench-device``, ``--bench-dtype``, ``--bench-compile``,
+``--bench-arm``, ``--bench-phase``, ``--bench-rounds``, ``--bench-warmup``). With a backend of torch.compile a cell
+compiles what no cell before it has, and its rounds are without that: ``compile_s`` says how long it took. The file also
+says which of the cells that were asked for are ok, failed, skipped or missing. `python -m bench group` interleaves its
+arms, and is the one to compare arms by.
 """
 
 from __future__ import annotations
@@ -22,12 +24,17 @@ from torch.utils.benchmark.utils.timer import timer
 
 from bench.arms import PHASES, Arm, arms_for, run_arm
 from bench.cells.grid import GRID
+from bench.compiling import compile_seconds, compiled_graphs, require_graphs, uncompiled
 from bench.group import GroupBench, clear, gradient, load_group, plain_gradient, verify
 from bench.suite import Planned, why_not
 from jagg_core.records import plain
 
-# half precision has another rounding in another batch shape; that is not what is timed
-pytestmark = pytest.mark.filterwarnings("ignore::jagg_core.RatioNoise")
+pytestmark = [
+    # half precision has another rounding in another batch shape; that is not what is timed
+    pytest.mark.filterwarnings("ignore::jagg_core.RatioNoise"),
+    # torch's own: the tracer of torch.compile looks whether inputs have gradients
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),
+]
 
 SPENT = dict.fromkeys(PHASES, 0.0)
 """Seconds that runs spent in each phase so far, by the one timer: a phase's clock."""
@@ -66,13 +73,15 @@ class Loaded:
         self.group = load_group(settings)
         arms = arms_for(self.group.trajectory.sigmas, settings.window, settings.seed)
         self.arms = {arm.name: arm for arm in arms}
+        self.graphs = compiled_graphs()
         self._expected: dict[str, list[Tensor]] = {}
 
     def expected(self, arm: Arm) -> list[Tensor]:
         """By a plain loop, once per arm."""
         if arm.name not in self._expected:
             g, plan = self.group, arm.amounts_to
-            self._expected = {arm.name: plain_gradient(g.policy, g.parameters, g.trajectory, g.upstream, plan)}
+            with uncompiled(self.settings.compile):
+                self._expected = {arm.name: plain_gradient(g.policy, g.parameters, g.trajectory, g.upstream, plan)}
         return self._expected[arm.name]
 
 
@@ -105,11 +114,17 @@ def test_cell(loaded: Loaded, arm: str, phase: str, benchmark: Any) -> None:
     """Verify, then time."""
     one, group, settings = loaded.arms[arm], loaded.group, loaded.settings
     clear(group.parameters)
+    before = compile_seconds()
     run_arm(one, group)
+    compiling = compile_seconds() - before
+    require_graphs(settings.compile, loaded.graphs)
     error = verify(gradient(group.parameters), loaded.expected(one), settings.dtype)
-    about = {name: getattr(settings, name) for name in ("backbone", "batch", "dtype", "device", "checkpointing")}
+    about = {
+        name: getattr(settings, name) for name in ("backbone", "batch", "dtype", "device", "checkpointing", "compile")
+    }
     about |= {"arm": arm, "phase": phase, "W": settings.window, "T": settings.steps - 1}
     about |= {"threads": torch.get_num_threads(), "passes": one.amounts_to.passes, "relative_error": error}
+    about["compile_s"] = compiling
     benchmark.extra_info.update(plain(about))
 
     def run() -> None:
@@ -117,5 +132,7 @@ def test_cell(loaded: Loaded, arm: str, phase: str, benchmark: Any) -> None:
             SPENT[name] += seconds
 
     repeats = {"rounds": settings.rounds, "warmup_rounds": settings.warmup, "iterations": 1}
+    graphs = compiled_graphs()
     benchmark.pedantic(run, setup=lambda: clear(group.parameters), **repeats)
     clear(group.parameters)
+    assert compiled_graphs() == graphs, "torch.compile made graphs after the warm-up, so that the rounds hold that too"

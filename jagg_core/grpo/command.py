@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from jagg_core.distributed import join, rank
+from jagg_core.distributed import RankFailed, join, rank
 from jagg_core.grpo.config import GRPOConfig
 from jagg_core.grpo.metrics import Metrics
 from jagg_core.grpo.presets import PRESETS, preset
@@ -74,10 +74,11 @@ def main(argv: Sequence[str]) -> None:
             trainer = train(
                 config, arguments.out, resume=arguments.resume, warm_start=arguments.warm_start, progress=progress
             )
-    except TrainingStopped as error:
+    except (TrainingStopped, RankFailed) as error:
         sys.exit(f"python -m jagg_core train: stopped: {error}")
     except ImportError as error:
-        print(f"python -m jagg_core train: error: {error}: pip install 'jagg-core[grpo]'", file=sys.stderr)
+        extras = "grpo,pretrained,rewards"
+        print(f"python -m jagg_core train: error: {error}: pip install 'jagg-core[{extras}]'", file=sys.stderr)
         sys.exit(2)
     except (ValueError, OSError, FloatingPointError, torch.cuda.OutOfMemoryError) as error:
         print(f"python -m jagg_core train: error: {error}", file=sys.stderr)

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from pathlib import Path
 
+from jagg_core.grpo.plans import jagg_frac_of
 from jagg_core.grpo.settings import (
+    TRANSITIONS,
     AdvantageSettings,
     ModelSettings,
     ObjectiveSettings,
@@ -16,6 +19,7 @@ from jagg_core.grpo.settings import (
     RunSettings,
 )
 from jagg_core.plan import groups_of
+from jagg_core.records import RecordError, read_json
 from jagg_core.rewards import check_reward, options_of
 
 
@@ -57,10 +61,8 @@ class GRPOConfig:
             raise ValueError(f"passes must be at most the {steps} trained steps, found {plan.passes}")
         if plan.knots and max(plan.knots) >= steps:
             raise ValueError(f"knots must be below the {steps} trained steps, found {list(plan.knots)}")
-        if plan.calibration and self.rollout.trained != "all":
-            raise ValueError(
-                f"a calibration is of whole rollouts: trained must be 'all' with it, found {self.rollout.trained!r}"
-            )
+        if plan.calibration:
+            self._check_calibration()
         if plan.keep_graphs:
             self._check_graphs()
         if plan.recalibrate_every and self.rollout.trained != "all":
@@ -80,6 +82,23 @@ class GRPOConfig:
             left -= set(options)
         if left:
             raise ValueError(f"reward options: {sorted(left)} are for none of the rewards")
+
+    def _check_calibration(self) -> None:
+        """Refuse one of another kernel; the trainer, which knows the backbone's schedule, checks that."""
+        given = self.rollout
+        if given.trained != "all":
+            raise ValueError(
+                f"a calibration is of whole rollouts: trained must be 'all' with it, found {given.trained!r}"
+            )
+        if self.plan.estimator in ("jagg", "endpoint"):
+            jagg_frac_of(self.plan)
+        made_with = read_json(Path(self.plan.calibration))
+        transition = repr(TRANSITIONS[given.transition](given.eta))
+        for name, ours in (("transition", transition), ("timestep_mode", given.timestep_mode)):
+            if not isinstance(made_with, dict) or name not in made_with:
+                raise RecordError(f"calibration: {self.plan.calibration} has no {name}")
+            if made_with[name] != ours:
+                raise ValueError(f"{name}: calibrated with {made_with[name]}, this run has {ours}")
 
     def _check_graphs(self) -> None:
         given = self.optimizer

@@ -129,6 +129,10 @@ class Learner:
                 found |= {f"{moment}/{name}": state[moment] for moment in MOMENTS}
         return found
 
+    def weights(self) -> dict[str, Tensor]:
+        """Of `tensors`, the weights alone."""
+        return {name: tensor for name, tensor in self.tensors(optimizer=False).items() if name.startswith("weights/")}
+
     def _moments(self, tensor: Tensor) -> dict[str, Tensor]:
         """AdamW's state of a parameter, made before its first step so that a checkpoint can be read into it."""
         state: dict[str, Tensor] = self.optimizer.state[tensor]
@@ -136,6 +140,12 @@ class Learner:
             state["step"] = torch.zeros((), dtype=torch.float32)
             state |= {moment: torch.zeros_like(tensor) for moment in MOMENTS}
         return state
+
+    def begin(self) -> None:
+        """Begin anew from what was read into `weights`."""
+        self.masters.publish()
+        if self.average is not None:
+            self.average = AveragedWeights(self.masters.tensors, self.average.decay)
 
     def restored(self, steps: int) -> None:
         """Take over what was read into `tensors`, made after ``steps`` optimizer steps."""

@@ -17,9 +17,6 @@ class Log:
     """Rows of numbers by update.
 
     The CSV has a column for every figure of any row. On resume, rows after the checkpoint are dropped.
-
-    Raises:
-        ValueError: a logger that was asked for is not installed.
     """
 
     def __init__(self, folder: Path, settings: RunSettings, name: str, done: int) -> None:
@@ -71,10 +68,8 @@ def read_rows(path: Path) -> list[dict[str, str]]:
 
 class _Events:
     def __init__(self, folder: Path, done: int) -> None:
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-        except ImportError as error:
-            raise ValueError("tensorboard is not installed: pip install 'jagg-core[log]'") from error
+        from torch.utils.tensorboard import SummaryWriter
+
         self.writer = SummaryWriter(str(folder), purge_step=done + 1)
 
     def add(self, row: Mapping[str, float]) -> None:
@@ -89,10 +84,8 @@ class _Events:
 
 class _Wandb:
     def __init__(self, project: str, folder: Path) -> None:
-        try:
-            import wandb
-        except ImportError as error:
-            raise ValueError("wandb is not installed: pip install wandb") from error
+        import wandb
+
         # the same folder is the same run when it resumes; folders of the same name elsewhere are others
         own = blake2b(str(folder.resolve()).encode(), digest_size=6).hexdigest()
         self.run = wandb.init(project=project, dir=str(folder), name=folder.name, id=own, resume="allow")

@@ -46,10 +46,11 @@ class Metrics:
     skipped: str = ""
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(STAGES, 0.0))
 
-    def row(self) -> dict[str, float | int | None]:
-        """As numbers by name, for a log."""
+    def row(self) -> dict[str, float | int | str | None]:
+        """As figures by name, for a log; ``reason`` is why it was skipped."""
         values = {k: v for k, v in vars(self).items() if k not in ("seconds", "skipped")}
-        return values | {"skipped": int(bool(self.skipped))} | {f"{k}_s": v for k, v in self.seconds.items()}
+        skipped = {"skipped": int(bool(self.skipped)), "reason": self.skipped}
+        return values | skipped | {f"{k}_s": v for k, v in self.seconds.items()}
 
 
 @contextmanager

@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors.torch import save_file
 
-from jagg_core.distributed import barrier, rank, ranks
+from jagg_core.distributed import on_first_rank, rank, ranks
 from jagg_core.grpo import checkpoint
 from jagg_core.grpo.config import GRPOConfig
 from jagg_core.grpo.learner import Learner
 from jagg_core.grpo.log import Log
 from jagg_core.grpo.metrics import Metrics
-from jagg_core.grpo.trainer import GRPOTrainer
-from jagg_core.records import environment, plain, read_json, require_writable, write_json
+from jagg_core.grpo.trainer import GRPOTrainer, TrainingStopped
+from jagg_core.records import environment, only_run_in, plain, read_json, write_json
 from jagg_core.rewards import reward_versions
 
-FREE = {"model": ("device",), "run": ("updates", "checkpoint_every", "keep", "timeout", "tensorboard", "wandb")}
+FREE = {
+    "model": ("device",),
+    "run": ("updates", "checkpoint_every", "keep", "max_skipped", "timeout", "tensorboard", "wandb"),
+}
 """Settings that a resumed run may change, beside those of ``parallel``; all others decide what is computed."""
 
 
@@ -44,55 +49,75 @@ def train(
         progress: called after every update.
 
     Raises:
-        ValueError: the folder holds a run and ``resume`` is not set, a run with other settings is resumed, or a
-            checkpoint does not fit.
+        ValueError: another run is at work in the folder, it holds a run and ``resume`` is not set, a run with other
+            settings is resumed, or a checkpoint does not fit.
         TrainingStopped: too many updates were skipped; what was logged and checkpointed stays.
+        RankFailed: something failed on one of several ranks, see there.
     """
-    checkpoints = folder / "checkpoints"
+    device = torch.device(config.model.device)
+    with ExitStack() as held:
+        on_first_rank(lambda: _hold(held, config, folder, resume), device)
+        trainer = _begun(config, folder, resume, warm_start)
+        logs = on_first_rank(lambda: _open_logs(folder, trainer), device) or {}
+        for log in logs.values():
+            held.callback(log.close)
+        _go_on(trainer, folder / "checkpoints", logs, progress)
+        export(trainer.learner, folder / "weights.safetensors")
+    return trainer
+
+
+def _hold(held: ExitStack, config: GRPOConfig, folder: Path, resume: bool) -> None:
+    held.enter_context(only_run_in(folder))
     _require_fresh_or_same(config, folder, resume)
-    barrier()  # the first rank writes what the others look for
+
+
+def _begun(config: GRPOConfig, folder: Path, resume: bool, warm_start: Path | None) -> GRPOTrainer:
+    """The trainer where the run begins, or goes on."""
+    start = checkpoint.newest(folder / "checkpoints") if resume else None
+    if start is None and warm_start is not None:
+        reason = checkpoint.why_damaged(warm_start)
+        if reason is not None:
+            raise ValueError(f"warm_start must be a checkpoint, such as RUN/checkpoints/update-00000020: {reason}")
     trainer = GRPOTrainer(config)
-    start = checkpoint.newest(checkpoints) if resume else None
     if start is not None:
         read(trainer, start)
     elif warm_start is not None:
-        wanted = trainer.learner.tensors(optimizer=False)
-        checkpoint.load_tensors(warm_start, wanted)
-        trainer.learner.masters.publish()
-    if rank() == 0:
-        write_json(folder / "config.json", asdict(config))
-        versions = {
-            k: v for one in (trainer.reward, *trainer.watched.values()) for k, v in reward_versions(one).items()
-        }
-        deferred = trainer.learner.deferred
-        parallel = {"ranks": ranks(), "unreduced_gradient_bytes": deferred.nbytes if deferred else 0}
-        write_json(folder / "environment.json", environment() | parallel | {"rewards": versions})
-    barrier()
-    logs = _open_logs(folder, config, trainer.update) if rank() == 0 else {}
-    try:
-        while trainer.update < config.run.updates:
-            every = config.plan.recalibrate_every
-            if every and trainer.update and trainer.update % every == 0:
-                found = trainer.recalibrate()
-                if logs:
-                    logs["recalibration"].add({"update": trainer.update, **found})
-            metrics = trainer.step()
-            if logs:
-                logs["metrics"].add(metrics.row())
-            if config.run.eval_every and trainer.update % config.run.eval_every == 0:
-                evaluated = trainer.evaluate()
-                if logs:
-                    logs["evaluation"].add({"update": trainer.update, **evaluated})
-            every = config.run.checkpoint_every
-            if trainer.update == config.run.updates or (every and trainer.update % every == 0):
-                write(trainer, checkpoints)
-            if progress is not None:
-                progress(metrics)
-    finally:
-        for log in logs.values():
-            log.close()
-    export(trainer.learner, folder / "weights.safetensors")
+        checkpoint.load_tensors(warm_start, trainer.learner.weights())
+        trainer.learner.begin()
     return trainer
+
+
+def _go_on(
+    trainer: GRPOTrainer,
+    checkpoints: Path,
+    logs: Mapping[str, Log],
+    progress: Callable[[Metrics], None] | None,
+) -> None:
+    """Make the updates that are left."""
+    config = trainer.config
+    while trainer.update < config.run.updates:
+        every = config.plan.recalibrate_every
+        if every and trainer.update and trainer.update % every == 0:
+            found = trainer.recalibrate()
+            if logs:
+                logs["recalibration"].add({"update": trainer.update, **found})
+        try:
+            metrics = trainer.step()
+        except TrainingStopped as stopped:
+            if logs:
+                logs["metrics"].add(stopped.metrics.row())
+            raise
+        if logs:
+            logs["metrics"].add(metrics.row())
+        if config.run.eval_every and trainer.update % config.run.eval_every == 0:
+            evaluated = trainer.evaluate()
+            if logs:
+                logs["evaluation"].add({"update": trainer.update, **evaluated})
+        every = config.run.checkpoint_every
+        if trainer.update == config.run.updates or (every and trainer.update % every == 0):
+            write(trainer, checkpoints)
+        if progress is not None:
+            progress(metrics)
 
 
 def write(trainer: GRPOTrainer, folder: Path) -> Path:
@@ -121,14 +146,22 @@ def export(learner: Learner, path: Path) -> None:
         whole = {}
         for name, tensor in zip(learner.names, learner.masters.tensors, strict=True):
             found: Any = tensor.detach()
-            whole[name] = (found.full_tensor() if hasattr(found, "full_tensor") else found.clone()).float().cpu()
+            found = found.full_tensor() if hasattr(found, "full_tensor") else found.clone()
+            if rank() == 0:  # whole weights on every rank may be more than the host has
+                whole[name] = found.float().cpu()
     if rank() == 0:
         partial = path.with_name(f".{path.name}")
         save_file(whole, partial)
         partial.replace(path)
 
 
-def _open_logs(folder: Path, config: GRPOConfig, done: int) -> dict[str, Log]:
+def _open_logs(folder: Path, trainer: GRPOTrainer) -> dict[str, Log]:
+    """Store what the run is, and open its logs."""
+    config, done, deferred = trainer.config, trainer.update, trainer.learner.deferred
+    write_json(folder / "config.json", asdict(config))
+    versions = {k: v for one in (trainer.reward, *trainer.watched.values()) for k, v in reward_versions(one).items()}
+    parallel = {"ranks": ranks(), "unreduced_gradient_bytes": deferred.nbytes if deferred else 0}
+    write_json(folder / "environment.json", environment() | parallel | {"rewards": versions})
     plain_csv = replace(config.run, tensorboard=False, wandb="")
     # knots are searched before an update, so a run that resumes after `done` searches those of `done` again
     kept = {"evaluation": (config.run.eval_every, done), "recalibration": (config.plan.recalibrate_every, done - 1)}
@@ -137,7 +170,6 @@ def _open_logs(folder: Path, config: GRPOConfig, done: int) -> dict[str, Log]:
 
 
 def _require_fresh_or_same(config: GRPOConfig, folder: Path, resume: bool) -> None:
-    require_writable(folder / "config.json")
     if not (folder / "config.json").exists():
         return
     if not resume:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Literal
 
 import torch
@@ -22,7 +23,9 @@ TRANSITIONS: dict[str, type[Transition]] = {"dance": DanceSDE, "flow": FlowSDE, 
 
 Estimator = Literal["exact", "jagg", "endpoint", "subsample", "causal", "spline"]
 TrainedSteps = Literal["all", "random", "window"]
-DTYPES = ("float32", "bfloat16", "float16", "float64")
+DTYPES = ("float32", "bfloat16", "float64")
+"""What a network may be trained in. In float16 upstream gradients would vanish: they shrink with elements, samples and
+steps, below 1e-8 for an image of 512x512."""
 
 
 @dataclass(frozen=True)
@@ -241,7 +244,8 @@ class ObjectiveSettings:
     Attributes:
         clip_range: of the ratio.
         adv_clip: of advantages.
-        kl_beta: weight of the KL to the policy as it was loaded.
+        kl_beta: weight of the KL to the policy as it was loaded; above 0, training without a LoRA keeps a frozen copy
+            of the weights for it.
     """
 
     clip_range: float = 1e-4
@@ -303,7 +307,7 @@ class RunSettings:
         eval_samples: samples per prompt of an evaluation, drawn without SDE noise.
         eval_prompts: prompts of an evaluation.
         eval_rewards: rewards that are evaluated besides the trained one; their options stand with its own.
-        max_skipped: updates in a row that may be skipped for values that are not finite before the run stops.
+        max_skipped: the run stops once so many updates in a row were skipped for values that are not finite.
         timeout: seconds that a rank waits for the others.
         tensorboard: also write event files.
         wandb: also log to this Weights & Biases project.
@@ -325,6 +329,9 @@ class RunSettings:
     def __post_init__(self) -> None:
         require_at_least(self, updates=1, checkpoint_every=0, keep=1, eval_every=0, eval_samples=1, eval_prompts=1)
         require_at_least(self, max_skipped=1, timeout=1)
+        for name, package in (("tensorboard", "'jagg-core[log]'"), ("wandb", "wandb")):
+            if getattr(self, name) and find_spec(name) is None:
+                raise ValueError(f"{name} is not installed: pip install {package}")
 
 
 @dataclass(frozen=True)

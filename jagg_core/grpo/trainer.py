@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,7 +10,7 @@ from torch import Tensor
 from torch.utils.benchmark.utils.timer import timer
 
 from jagg_core.backbones import schedule_of
-from jagg_core.distributed import FixedParameters, gathered, on_any_rank, rank, ranks
+from jagg_core.distributed import FirstError, gathered, in_step, raise_together, rank, ranks, told_by_ranks
 from jagg_core.engine import Report, accumulate_gradients
 from jagg_core.grpo.config import GRPOConfig
 from jagg_core.grpo.graphs import require_memory
@@ -23,7 +22,6 @@ from jagg_core.grpo.settings import TRANSITIONS, precision
 from jagg_core.imports import import_object
 from jagg_core.objective import group_advantages, groups_without_signal
 from jagg_core.policy import VelocityPolicy
-from jagg_core.records import read_json
 from jagg_core.rewards import Reward, RewardNotFinite, load_reward, options_of, score
 from jagg_core.seeding import derive_seed, initial_latents
 from jagg_core.trajectory import Trajectory, rollout, sample_ode
@@ -44,11 +42,20 @@ class Recalibration:
     cosine: float
 
 
-ELSEWHERE = "another rank met a value that is not finite"
+NOT_FINITE = (RewardNotFinite, FloatingPointError)
+"""Errors for which an update is skipped; any other ends the run."""
 
 
 class TrainingStopped(RuntimeError):
-    """Too many updates in a row had values that are not finite."""
+    """Too many updates in a row had values that are not finite.
+
+    Attributes:
+        metrics: of the last of them.
+    """
+
+    def __init__(self, message: str, metrics: Metrics) -> None:
+        super().__init__(message)
+        self.metrics = metrics
 
 
 @dataclass
@@ -76,8 +83,6 @@ class GRPOTrainer:
         self.config = config
         self.learner = Learner(config)
         backbone = self.learner.backbone
-        self.reward = self._load_reward(config.reward.name)
-        self.watched = {name: self._load_reward(name) for name in config.run.eval_rewards}
         self.sigmas = schedule_of(backbone, config.rollout.schedule, config.rollout.steps, config.rollout.shift)
         self.transition = TRANSITIONS[config.rollout.transition](config.rollout.eta)
         self.objective = config.objective.build()
@@ -85,6 +90,8 @@ class GRPOTrainer:
         self.plan = config.plan
         if config.plan.calibration:
             self._check_calibration()
+        self.reward = self._load_reward(config.reward.name)
+        self.watched = {name: self._load_reward(name) for name in config.run.eval_rewards}
         self.skipped_in_a_row = self.skipped = 0
         self._fits = False
 
@@ -94,12 +101,7 @@ class GRPOTrainer:
         return load_reward(name, dataset=backbone.dataset, device=self.config.model.device, options=options)
 
     def _check_calibration(self) -> None:
-        """Refuse one of another schedule or kernel before the first rollout; the first update checks the rest."""
-        made_with = read_json(Path(self.plan.calibration))
-        mode = self.config.rollout.timestep_mode
-        for name, ours in (("transition", repr(self.transition)), ("timestep_mode", mode)):
-            if made_with[name] != ours:
-                raise ValueError(f"{name}: calibrated with {made_with[name]}, this run has {ours}")
+        """Refuse one of another schedule before the first rollout; the first update checks the rest."""
         sigmas, steps = make_plan(self.plan, self.sigmas[:-2], 0).sigmas, self.sigmas[:-2]
         if sigmas is None or sigmas.shape != steps.shape or not torch.allclose(sigmas, steps, atol=1e-6, rtol=0):
             found = "another" if sigmas is None else f"{len(sigmas)} trained steps, {sigmas[0]:.4g} to {sigmas[-1]:.4g}"
@@ -116,37 +118,37 @@ class GRPOTrainer:
 
         Raises:
             TrainingStopped: too many updates in a row were skipped.
+            RankFailed: on several ranks, a reward or decoder failed on one; on a single rank its error is raised as
+                it is.
         """
         metrics = Metrics(self.update + 1, learning_rate=self.learner.learning_rate())
-        collectives = self.learner.collectives
+        collectives, device = self.learner.collectives, self.learner.backbone.device
         with collectives.running():
-            try:
-                batches, reason = self._collect(metrics), ""
-            except (RewardNotFinite, FloatingPointError) as error:
-                batches, reason = [], str(error)
+            batches, broken = self._collect(metrics)
             with timed(metrics, "reward"):
-                broken = on_any_rank(bool(reason), self.learner.backbone.device)
-            if broken:
-                self._skip(metrics, reason or ELSEWHERE)
-            else:
+                skipped = isinstance(broken, NOT_FINITE)
+                raise_together(None if skipped else broken, device)
+                metrics.skipped = told_by_ranks(str(broken) if skipped else "", device)
+            if not metrics.skipped:
                 self._learn(batches, metrics)
         if collectives.complete:
             metrics.seconds["communication"] = collectives.seconds()
         self.update += 1
+        self._count(metrics)
         return metrics
 
     def batches(self, purpose: str) -> list[tuple[VelocityPolicy, Trajectory, Tensor]]:
         """Micro-batches of the policy as it is, with advantages, that no update sees: drawn for another purpose."""
         metrics = Metrics(self.update)
-        found = self._collect(metrics, purpose)
+        found, broken = self._collect(metrics, purpose)
+        raise_together(broken, self.learner.backbone.device)
         values = self._advantages(found, metrics)
         return [(one.policy, one.trajectory, advantages) for one, advantages in zip(found, values, strict=True)]
 
-    def _collect(self, metrics: Metrics, purpose: str = "update") -> list[Collected]:
-        """This rank's samples of the update, in micro-batches, with their rewards.
+    def _collect(self, metrics: Metrics, purpose: str = "update") -> tuple[list[Collected], Exception | None]:
+        """This rank's samples of the update, in micro-batches, with their rewards; and what broke first, if it did.
 
-        Raises:
-            RewardNotFinite, FloatingPointError: once all were drawn, for other ranks gather weights in every forward.
+        Other ranks gather weights in every forward: so all are made, whatever breaks on this one.
         """
         given, seed = self.config.rollout, self.config.run.seed
         prompts = prompts_of(self.learner.backbone.prompts, given.prompts, seed, self.update)
@@ -154,52 +156,40 @@ class GRPOTrainer:
         own = derive_seed(seed, purpose, self.update)
         graph_at = self._graph_at(window) if purpose == "update" else ()
         found: list[Collected] = []
-        broken: RewardNotFinite | FloatingPointError | None = None
+        broken = FirstError()
         for samples in samples_of(prompts, given.samples, rank(), ranks()).split(given.micro_batch):
-            try:
-                found.append(self._draw(samples, own, window, graph_at, metrics))
-            except (RewardNotFinite, FloatingPointError) as error:
-                broken = broken or error
-        if broken is not None:
-            raise broken
-        return found
+            with broken.keep(FloatingPointError), timed(metrics, "rollout"):
+                policy, trajectory = self._roll_out(samples, own, window, graph_at)
+            if broken.error is None:
+                with broken.keep(Exception), timed(metrics, "reward"):
+                    images = self.learner.backbone.decode(trajectory.final)
+                    rewards = score(self.reward, images, samples.prompts)
+                    steps = random_steps(given, seed, samples.ids)
+                    trained = trajectory if steps is None else trajectory.select(steps)
+                    found.append(Collected(samples, policy, trained, rewards))
+            if broken.error is not None and ranks() == 1:
+                break
+        return found, broken.error
 
-    def _draw(
-        self, samples: Samples, seed: int, window: range | None, graph_at: tuple[int, ...], metrics: Metrics
-    ) -> Collected:
-        """A micro-batch with its rewards."""
+    def _roll_out(
+        self, samples: Samples, seed: int, window: range | None, graph_at: tuple[int, ...]
+    ) -> tuple[VelocityPolicy, Trajectory]:
+        """Draw a micro-batch, with the policy that draws it."""
         given = self.config.rollout
-        with timed(metrics, "rollout"):
-            policy = self.learner.policy(samples.prompts)
-            latents = self._latents(seed, samples.groups if given.same_noise else samples.ids)
-            try:
-                trajectory = rollout(
-                    policy,
-                    self.sigmas,
-                    self.transition,
-                    latents,
-                    seed,
-                    sample_ids=samples.ids,
-                    timestep_mode=given.timestep_mode,
-                    window=window,
-                    graph_at=graph_at,
-                )
-            except FloatingPointError:
-                self._keep_in_step(policy, latents)
-                raise
-        with timed(metrics, "reward"):
-            images = self.learner.backbone.decode(trajectory.final)
-            rewards = score(self.reward, images, samples.prompts)
-        steps = random_steps(given, seed, samples.ids)
-        return Collected(samples, policy, trajectory if steps is None else trajectory.select(steps), rewards)
-
-    @torch.no_grad()
-    def _keep_in_step(self, policy: VelocityPolicy, latents: Tensor) -> None:
-        """Make the forwards that a rollout broke off, in which other ranks gather weights."""
-        if isinstance(policy, FixedParameters):
-            sigma, rows = latents.new_full((len(latents),), 0.5), torch.arange(len(latents), device=latents.device)
-            for _ in range(policy.calls, self.config.rollout.steps):
-                policy.velocity(latents, sigma, rows)
+        policy = self.learner.policy(samples.prompts)
+        latents = self._latents(seed, samples.groups if given.same_noise else samples.ids)
+        with in_step(policy, latents, given.steps):
+            return policy, rollout(
+                policy,
+                self.sigmas,
+                self.transition,
+                latents,
+                seed,
+                sample_ids=samples.ids,
+                timestep_mode=given.timestep_mode,
+                window=window,
+                graph_at=graph_at,
+            )
 
     def _latents(self, seed: int, ids: tuple[int, ...]) -> Tensor:
         backbone = self.learner.backbone
@@ -230,10 +220,9 @@ class GRPOTrainer:
             for start in range(0, share * given.steps_per_rollout, share):
                 found = self._optimizer_step(batches, advantages, range(start, start + share), metrics)
                 if isinstance(found, str):
-                    self._skip(metrics, found)
+                    metrics.skipped = found
                     return
                 reports += found
-        self.skipped_in_a_row = 0
         metrics.log_ratio_max = max(report.log_ratio_max for report in reports)
         metrics.clipped_share = sum(report.clipped_share for report in reports) / len(reports)
         metrics.passes = sum(report.passes for report in reports)
@@ -266,9 +255,10 @@ class GRPOTrainer:
                 deferred.reduce()
         with timed(metrics, "optimizer"):
             metrics.learning_rate = self.learner.learning_rate()
-            if on_any_rank(bool(reason), self.learner.backbone.device):
+            reason = told_by_ranks(reason, self.learner.backbone.device)
+            if reason:
                 self.learner.masters.clear_gradients()
-                return reason or ELSEWHERE
+                return reason
             metrics.grad_norm = self.learner.step()
         metrics.loss = sum(report.loss for report in reports)
         return reports if metrics.grad_norm is not None else "the gradient is not finite"
@@ -310,14 +300,18 @@ class GRPOTrainer:
             self._fits = True
         return knots
 
-    def _skip(self, metrics: Metrics, reason: str) -> None:
-        metrics.skipped = reason
+    def _count(self, metrics: Metrics) -> None:
+        """Count an update that was skipped, and stop if it is one too many."""
+        if not metrics.skipped:
+            self.skipped_in_a_row = 0
+            return
         self.skipped += 1
         self.skipped_in_a_row += 1
         if self.skipped_in_a_row >= self.config.run.max_skipped:
             raise TrainingStopped(
                 f"{self.skipped_in_a_row} updates in a row were skipped (setting max_skipped), the last one, "
-                f"{metrics.update}, because: {reason}"
+                f"{metrics.update}, because: {metrics.skipped}",
+                metrics,
             )
 
     @torch.no_grad()
@@ -325,22 +319,36 @@ class GRPOTrainer:
         """Mean rewards of samples from held-out noise, drawn without SDE noise, by the averaged weights if there are.
 
         The prompts and noise are the same at every call.
+
+        Raises:
+            RewardNotFinite, FloatingPointError: a value is not finite; and whatever a reward or decoder raises.
+            RankFailed: in their place on several ranks; names the ranks and their errors.
         """
         given, backbone = self.config.run, self.learner.backbone
-        seed = derive_seed(given.seed, "evaluation")
         prompts = [backbone.prompts[i % len(backbone.prompts)] for i in range(given.eval_prompts)]
         rewards = {self.config.reward.name: self.reward} | self.watched
         own = samples_of(prompts, given.eval_samples, rank(), ranks())
         values: dict[str, list[Tensor]] = {name: [] for name in rewards}
+        broken = FirstError()
         with self.learner.averaged():
             for samples in own.split(self.config.rollout.micro_batch):
-                policy = self.learner.policy(samples.prompts)
-                latents = self._latents(seed, samples.ids)
-                final = sample_ode(policy, self.sigmas, latents, timestep_mode=self.config.rollout.timestep_mode)
-                images = backbone.decode(final)
-                for name, reward in rewards.items():
-                    values[name].append(score(reward, images, samples.prompts))
+                with broken.keep(FloatingPointError):
+                    final = self._sample_held_out(samples)
+                if broken.error is None:
+                    with broken.keep(Exception):
+                        images = backbone.decode(final)
+                        for name, reward in rewards.items():
+                            values[name].append(score(reward, images, samples.prompts))
+                if broken.error is not None and ranks() == 1:
+                    break
+        raise_together(broken.error, backbone.device)
         return {name: float(gathered(torch.cat(found)).mean()) for name, found in values.items()}
+
+    def _sample_held_out(self, samples: Samples) -> Tensor:
+        given, policy = self.config.rollout, self.learner.policy(samples.prompts)
+        latents = self._latents(derive_seed(self.config.run.seed, "evaluation"), samples.ids)
+        with in_step(policy, latents, given.steps):
+            return sample_ode(policy, self.sigmas, latents, timestep_mode=given.timestep_mode)
 
     def recalibrate(self) -> dict[str, float | str]:
         """Search the knots anew for the policy as it is, and train with them from here on. Returns what was found."""

@@ -231,7 +231,7 @@ def work(rank: int, folder: str) -> None:
             init_method=(Path(folder) / f"rendezvous{world}").as_uri(),
             rank=rank,
             world_size=world,
-            timeout=timedelta(seconds=30),
+            timeout=timedelta(seconds=120),
         )
         try:
             for name in (name for name in LAYOUTS if ranks_of(name) == world):

@@ -283,6 +283,11 @@ def test_another_seed_is_another_file(calibrated: Callable[..., Record], record:
         ({"dimension": 32}, {"calibration": 2, "evaluation": 3, "signal": 0}),
         ({"contender_batches": 5}, {"calibration": 0, "evaluation": 0, "signal": 1}),
         ({"evaluation_batches": (4,)}, {"calibration": 0, "evaluation": 1, "signal": 0}),
+        (
+            {"recipe": replace(SMALL.recipe, timestep_mode="trunc_fp32")},
+            {"calibration": 2, "evaluation": 3, "signal": 5},
+        ),
+        ({"recipe": replace(SMALL.recipe, transition="flow")}, {"calibration": 2, "evaluation": 3, "signal": 5}),
     ],
     ids=str,
 )

@@ -173,15 +173,22 @@ def test_recommendation_takes_the_fewest_passes_whose_lower_end_reaches(record: 
     low = recommend(record, 0.7, 0.94)
     assert low is not None
     assert "with 2 of 9 passes, knots [0, 5]" in low
-    assert "needs 6" in low
+    assert low.endswith("; the paper's rule needs 6 (jagg-w3-f1), judged at W = 3.")
     high = recommend(record, 0.7, 0.985)
     assert high is not None
     assert "with 4 of 9 passes" in high
-    assert "the paper's rule does not reach it" in high
+    assert high.endswith("; the paper's rule does not reach it, judged at W = 3.")
     none = recommend(record, 0.7, 0.999)
     assert none is not None
     assert "no causal plan" in none
     assert recommend(record, 0.3, 0.9) is None
+
+
+def test_without_a_window_of_the_paper_nothing_is_said_of_its_rule(record: Record) -> None:
+    record.cells = [c for c in record.cells if c.settings.get("family") != "jagg"]
+    text = recommend(record, 0.7, 0.94)
+    assert text is not None
+    assert "paper" not in text
 
 
 REFERENCE = Path(__file__).parents[2] / "results" / "reference"
@@ -226,6 +233,7 @@ def test_what_recommends_no_plan_has_no_lines(record: Record) -> None:
 
 def test_lines_name_guidance_and_options_where_there_are_any(record: Record) -> None:
     recipe = {"steps": 10, "shift": 2.5, "guidance": 3.5, "schedule": "flux"}
+    recipe |= {"transition": "cps", "timestep_mode": "trunc_fp32"}
     settings = {"recipe": recipe, "reward": "ink", "backbone_options": ["path=a b", "lora_rank=4"]}
     changed = replace(record, settings=record.settings | settings)
     plan = {"text": "", "passes": 2, "predict": True, "knots": [0, 5]}
@@ -237,6 +245,8 @@ def test_lines_name_guidance_and_options_where_there_are_any(record: Record) -> 
         ("--model.options", '["path=a b", "lora_rank=4"]'),
         ("--rollout.schedule", "flux"),
         ("--rollout.shift", "2.5"),
+        ("--rollout.transition", "cps"),
+        ("--rollout.timestep_mode", "trunc_fp32"),
         ("--plan.predict", "true"),
         ("--plan.calibration", "some folder/c.json"),
     ):

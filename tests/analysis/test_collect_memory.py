@@ -78,6 +78,7 @@ def peak_bytes(space: SpaceName) -> int:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(450)  # more than both processes may take
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs Linux's accounts of memory")
 def test_projecting_never_holds_more_than_two_gradients() -> None:
     limit = 2 * GRADIENT_BYTES + ALLOWANCE_BYTES

@@ -60,6 +60,14 @@ def test_seeds_that_are_there_are_not_run_again(made: tuple[Record, Path], tmp_p
     assert found.cells[2].samples["reward"] == record.cells[2].samples["reward"]
 
 
+def test_seeds_side_by_side(made: tuple[Record, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = run(replace(SMALL, workers=2), tmp_path)
+    assert "10/10" in capsys.readouterr().err  # two seeds of two and three updates
+    for ours, theirs in zip(found.cells, made[0].cells, strict=True):
+        assert ours.name == theirs.name
+        assert ours.samples["reward"] == pytest.approx(theirs.samples["reward"], rel=1e-4)
+
+
 def test_its_page_can_be_made(made: tuple[Record, Path]) -> None:
     page, shown, said = write_report(made[1])
     assert "Does the cheaper gradient train as well?" in page.read_text()
@@ -140,6 +148,16 @@ def test_what_was_not_trained_is_compared_too() -> None:
     record.settings |= {"prompts": 4, "samples": 8, "eta": 0.7, "centring": "prompt"}
     said = sentences(record, all_tables(record))[-1]
     assert said.startswith("sharpness, watched: causal, 5 passes ends +5.0000 [+5.0000, +5.0000] from exact's 0.1000")
+
+
+def test_one_seed_has_a_page_without_intervals(tmp_path: Path) -> None:
+    record = curve_record({"exact": [1.0], "causal-5": [1.1]})
+    record.settings |= {"prompts": 4, "samples": 8, "eta": 0.7, "centring": "prompt"}
+    record.write(tmp_path / "record.json")
+    _, shown, said = write_report(tmp_path)
+    assert "difference to exact +0.1000: inconclusive" in said[2]
+    assert shown["watched"]["place"].tolist() == ["inconclusive"]
+    assert not any("watched" in text for text in said)
 
 
 @pytest.mark.parametrize(

@@ -230,3 +230,23 @@ def test_every_family_has_a_style_and_a_name() -> None:
 )
 def test_arms_have_names_for_people(name: str, label: str) -> None:
     assert figures.arm_label(name) == label
+
+
+def test_bars_of_the_leak_start_at_zero_and_can_be_told_apart_in_grey() -> None:
+    rows = [
+        {"label": "causal", "ratio": 0.9, "p_value": 0.875, "anticipating": False},
+        {"label": "jagg", "ratio": 16.4, "p_value": 0.008, "anticipating": True},
+    ]
+    figure = figures.leak_bars(pd.DataFrame(rows))
+    figure.draw_without_rendering()
+    [axes] = figure.axes
+    assert axes.get_xscale() == "linear"
+    assert axes.get_xlim()[0] == 0
+    bars = {bar.get_width(): bar for bar in axes.patches}  # type: ignore[attr-defined]
+    assert set(bars) == {0.9, 16.4}
+    assert {bar.get_x() for bar in bars.values()} == {0}
+    grey = {width: float(np.dot(bar.get_facecolor()[:3], (0.2126, 0.7152, 0.0722))) for width, bar in bars.items()}
+    assert grey[0.9] - grey[16.4] > 0.4
+    assert (bars[0.9].get_hatch(), bars[16.4].get_hatch()) == ("", "//")
+    room = axes.get_window_extent().x1
+    assert all(text.get_window_extent().x1 <= room for text in axes.texts)

@@ -19,7 +19,7 @@ Results = dict[str, list[dict[str, Any]]]
 def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
     """What every rank found in each layout."""
     folder = tmp_path_factory.mktemp("ranks")
-    run_ranks(ranks.work, ranks.RANKS, folder, 150)
+    run_ranks(ranks.work, ranks.RANKS, folder, 280)
 
     def read(layout: str) -> list[dict[str, Any]]:
         return [json.loads((Path(folder) / f"{layout}-{n}.json").read_text()) for n in range(ranks.ranks_of(layout))]

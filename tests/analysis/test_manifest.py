@@ -14,9 +14,9 @@ from jagg_core.records import Cell, Record, read_json, write_json
 CHECKOUT = Path(__file__).parents[2]
 
 
-def write(path: Path, kind: str, command: list[str], **settings: object) -> None:
+def write(path: Path, kind: str, command: list[str], backbone: str = "digits-flux", **settings: object) -> None:
     environment = {"commit": "abc", "dirty": False}
-    Record(kind, command, "digits-flux", settings, {}, environment=environment, cells=[Cell("a")]).write(path)
+    Record(kind, command, backbone, settings, {}, environment=environment, cells=[Cell("a")]).write(path)
 
 
 def test_an_entry_has_command_and_inputs(tmp_path: Path) -> None:
@@ -40,6 +40,50 @@ def test_an_entry_has_command_and_inputs(tmp_path: Path) -> None:
     ]
     main(["manifest", str(tmp_path)])
     assert read_json(tmp_path / "manifest.json") == manifest(tmp_path, CHECKOUT)
+
+
+@pytest.mark.parametrize("relative", [False, True])
+def test_a_calibration_outside_the_checkout_stands_by_its_name(relative: bool, tmp_path: Path) -> None:
+    checkout, calibration = tmp_path / "checkout", tmp_path / "elsewhere" / "calibration-eta0.7.json"
+    write_json(calibration, {"kind": "calibration"})
+    given = "../elsewhere/calibration-eta0.7.json" if relative else str(calibration)
+    write(
+        checkout / "results/record.json",
+        "curves",
+        ["python", "-m", "analysis", "curves", "--calibration", given, "--seed=1"],
+        calibration=given,
+        backbone="own:model",
+    )
+    [entry] = manifest(checkout / "results", checkout)
+    assert entry["inputs"] == {"calibration-eta0.7.json": digest(calibration)}
+    assert entry["command"] == "python -m analysis curves --calibration calibration-eta0.7.json --seed=1"
+    assert "elsewhere" not in str(entry)
+
+
+def test_one_that_is_gone_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write(tmp_path / "record.json", "curves", ["python"], calibration=str(tmp_path / "gone.json"))
+    with pytest.raises(SystemExit) as caught:
+        main(["manifest", str(tmp_path)])
+    assert caught.value.code == 2
+    assert f"{tmp_path / 'record.json'}: its calibration gone.json is not there" in capsys.readouterr().err
+    assert not (tmp_path / "manifest.json").exists()
+
+
+def test_a_folder_without_records_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["manifest", str(tmp_path / "mistyped")])
+    assert caught.value.code == 2
+    assert "mistyped holds no records" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_record_is_made_anew_with_its_calibration_wherever_that_is(tmp_path: Path) -> None:
+    calibration, path = tmp_path / "calibration.json", tmp_path / "runs" / "record.json"
+    write_json(calibration, {"kind": "calibration"})
+    code = "import pathlib, sys; pathlib.Path(sys.argv[2]).write_bytes(pathlib.Path(sys.argv[1]).read_bytes())"
+    write(path, "curves", ["python", "-c", code, str(calibration), str(path)], calibration=str(calibration))
+    rerun(tmp_path / "runs", CHECKOUT)
+    assert read_json(path) == {"kind": "calibration"}
 
 
 def test_records_are_made_anew_by_their_own_commands_calibrations_first(

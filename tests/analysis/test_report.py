@@ -150,6 +150,39 @@ def test_where_causal_is_nowhere_below() -> None:
     assert [text for text in said if text.endswith("(4 to 4), causal's mean cosine is not lower at every one of them.")]
 
 
+@pytest.mark.parametrize(
+    ("windows", "text"),
+    [
+        ((), ""),
+        ((4,), "W = 4"),
+        ((5, 4), "W = 4, 5"),
+        ((5, 3, 4), "W = 3 to 5"),
+        ((20, 3, 4, 5, 8, 9), "W = 3 to 5, 8, 9, 20"),
+    ],
+)
+def test_windows_of_the_paper_s_rule_are_named(windows: tuple[int, ...], text: str) -> None:
+    cells = [judged(f"jagg-w{window}-f1", "jagg", 4, [0.9, 0.9], headline=False) for window in windows]
+    for cell, window in zip(cells, windows, strict=True):
+        cell.settings["window"] = window
+    leak = Cell("eta=0.7/leak/jagg", settings={"eta": 0.7, "family": "jagg", "window": 7})
+    failed = Cell("failed", "failed", "why", settings={"eta": 0.7, "family": "jagg", "window": 6, "headline": True})
+    signal = Cell("signal", settings={"eta": 0.7, "family": "jagg", "window": 10, "centring": "per prompt"})
+    record = record_of(*cells, leak, failed, signal, judged("causal-4", "causal", 4, [0.9, 0.9]))
+    assert tables.windows_of_paper(record, 0.7) == text
+    assert tables.windows_of_paper(record, 0.3) == ""
+    assert tables.windows_of_paper(record, 0.7, "per prompt") == "W = 10"
+
+
+def test_the_best_window_is_of_those_that_are_named() -> None:
+    record = record_of(
+        judged("jagg-w3-f0.6", "jagg", 4, [0.9, 0.9]),
+        judged("causal-4", "causal", 4, [0.9, 0.9]),
+    )
+    said = findings(record, tables.all_tables(record, []))
+    where = "against the paper's rule with its best fraction and window of W = 3 at the same number of passes"
+    assert [text for text in said if where in text]
+
+
 def test_nothing_measured_is_nothing_said() -> None:
     frames = tables.all_tables(record_of(), [])
     assert findings(record_of(), frames) == []

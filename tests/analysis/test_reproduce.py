@@ -151,7 +151,12 @@ def test_files(folder: Path) -> None:
         with Image.open(path) as picture:
             assert min(picture.size) > 200
     with Image.open(folder / "samples.png") as sheet:
-        assert sheet.size == (2 * 25 + 1, 25 + 1)
+        # digits of 8 pixels, enlarged twelve times, and a white pixel between them
+        assert sheet.size == (2 * 97 + 1, 97 + 1)
+        pixels = np.asarray(sheet)
+        cell = pixels[1:97, 1:97].reshape(8, 12, 8, 12, 3)
+        assert (cell == cell[:, :1, :, :1]).all(), "each pixel of the sample is a square of one colour"
+        assert len(np.unique(cell)) > 8
     assert len(read_json(folder / "record.json")["cells"]) > 20
 
 
@@ -198,7 +203,7 @@ def test_the_page_needs_nothing_else(folder: Path) -> None:
     assert re.findall(r"(?:src|href)\s*=\s*[\"']?(?!data:)[^\s\"'>]+", page) == []
     outside = ("http://", "https://", "<script", "<link", "<iframe", "@import", "url(")
     assert [word for word in outside if word in page] == []
-    assert len(re.findall(r'<img src="data:image/png;base64,[A-Za-z0-9+/=]{1000,}"', page)) == 7
+    assert len(re.findall(r'<img src="data:image/png;base64,[A-Za-z0-9+/=]{1000,}"', page)) == 8
     assert page.count('<img src="data:image/png;base64,') == 8
     for heading in (
         "Whole update",
@@ -346,8 +351,9 @@ def test_threads_are_given_back(run_stub: Run, monkeypatch: pytest.MonkeyPatch) 
     pull_back = gradients.pull_back
 
     def failing(*arguments: Any) -> None:
-        shares.append(torch.get_num_threads())
-        if shares[-1] < 4:
+        share = torch.get_num_threads()
+        shares.append(share)
+        if share < 4:
             raise ArithmeticError("sabotage")
         pull_back(*arguments)
 
@@ -462,6 +468,8 @@ def test_a_run_that_is_killed_leaves_nothing_of_the_one_before(
 
 # The reference, and calibrations that are shipped
 
+MADE_WITH = {"transition": "DanceSDE(eta=0.7)", "timestep_mode": "float"}
+
 
 class Forgetful(StubBackbone):
     """With dropout that is active."""
@@ -492,7 +500,7 @@ def ship(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]
 
     def write(schedule: list[float], **causal: list[int]) -> None:
         plans = {"causal": {passes.removeprefix("k"): {"knots": knots} for passes, knots in causal.items()}}
-        data = {"schedule": schedule, "plans": plans, "seeds": {"calibration eta=0.7": [7]}}
+        data = {"schedule": schedule, **MADE_WITH, "plans": plans, "seeds": {"calibration eta=0.7": [7]}}
         write_json(shipped.path("stub", 0.7), data)
 
     return write
@@ -532,10 +540,22 @@ def test_a_shipped_calibration_of_another_schedule(run_stub: Run, ship: Callable
     assert not [c.name for c in record.cells if c.settings.get("family") == "causal-shipped"]
 
 
+@pytest.mark.parametrize("changes", [{"timestep_mode": "trunc_fp32"}, {"transition": "flow"}], ids=str)
+def test_a_shipped_calibration_of_other_rollouts(
+    changes: dict[str, Any], run_stub: Run, ship: Callable[..., None]
+) -> None:
+    ship(dance_schedule(6)[:-2].tolist(), k5=[0, 1, 2, 3, 4])
+    record = run_stub(recipe=replace(SMOKE.recipe, **changes))
+    assert not_ok(record) == {}
+    assert not [c.name for c in record.cells if "shipped" in c.name]
+    assert record.cell("eta=0.7/side-by-side").values == {"rows": []}
+
+
 def calibrated(frac: float, cosine: float, **recommended: int | None) -> dict[str, Any]:
     """What a calibration file holds, as far as it is compared."""
     held_out = {"held_out_cosine": {"value": cosine, "low": cosine - 0.01, "high": cosine + 0.01}}
     return {
+        **MADE_WITH,
         "windows": {"4": {"jagg_frac": frac, "jagg_frac_ci": [frac, 1.0]}},
         "plans": {"causal": {"5": held_out, "8": {"held_out_cosine": None}}},
         "recommended": {target: {"passes": passes} for target, passes in recommended.items()},

@@ -347,7 +347,10 @@ WHERE = "eta 0.7, at most 5% of the learning signal lost in an update of 64 samp
 
 
 def recommended(*rows: dict[str, Any]) -> tuple[str, str | None]:
-    text, estimator = recommend_signal(record_of(), pd.DataFrame([EXACT, *rows]))
+    paper = [row["estimator"] for row in rows if row["family"] == "jagg"]
+    about = {"eta": 0.7, "family": "jagg", "centring": PER_PROMPT}
+    cells = [Cell(name, settings={**about, "window": int(name.split("-")[1][1:])}) for name in paper]
+    text, estimator = recommend_signal(record_of(*cells), pd.DataFrame([EXACT, *rows]))
     assert text.startswith(WHERE)
     assert text.endswith(".")
     assert "nan" not in text
@@ -358,6 +361,7 @@ def test_the_fewest_passes_that_keep_the_signal() -> None:
     text, estimator = recommended(
         row_of("jagg-w4-f1", "jagg", 10, LOST),
         row_of("jagg-w4-f0.6", "jagg", 14, KEPT),
+        row_of("jagg-w8-f0.5", "jagg", 14, LOST),
         row_of("causal-8", "causal", 8, KEPT),
         row_of("causal-5", "causal", 5, KEPT),
         row_of("causal-3", "causal", 3, OPEN, 900),
@@ -366,8 +370,8 @@ def test_the_fewest_passes_that_keep_the_signal() -> None:
     )
     assert estimator == "causal-5"
     assert text == (
-        "run 'CAUSAL-5', 5 of 20 passes (loss 1.0% [-1.0%, 3.0%]); the paper's rule needs 14 (JAGG-W4-F0.6); none of "
-        "the rivals that train on some steps only surely keeps it."
+        "run 'CAUSAL-5', 5 of 20 passes (loss 1.0% [-1.0%, 3.0%]); the paper's rule needs 14 (JAGG-W4-F0.6), judged at "
+        "W = 4, 8; none of the rivals that train on some steps only surely keeps it."
     )
 
 
@@ -516,3 +520,32 @@ def test_a_difference_that_is_told_and_one_that_is_undefined(gradients: Gradient
     record = record_of(*cells_of(nothing))
     [text] = [t for t in findings(record, other_tables(record, []) | all_tables(record)) if "beside the paper" in t]
     assert text.endswith("undefined, as the signal cannot be told from zero with 96 samples; take more of them.")
+
+
+def test_undefined_differences_share_a_line() -> None:
+    names = ("exact", "jagg-w4-f0.6", "jagg-w4-f1", "causal-5", "causal-predicted-5")
+    nothing = {name: draw(name, signal=0.0) for name in names}
+    record = record_of(*cells_of(nothing))
+    frames = other_tables(record, []) | all_tables(record)
+    assert len(frames["pairs"]) == 6
+    assert frames["pairs"]["difference"].isna().all()
+    [text] = [text for text in findings(record, frames) if "beside the paper" in text]
+    named = "2 plans ('causal-5 <label>' (5 passes), 'causal-predicted-5 <label>' (5 passes))"
+    assert text == (
+        f"eta 0.7, {named} beside the paper's recipe (14 passes) in an update of 64 samples: undefined, as the signal "
+        "cannot be told from zero with 96 samples; take more of them."
+    )
+    [row] = printable(frames)["pairs"].to_dict("records")
+    assert (row["plan"], row["difference in share kept"], row["samples"]) == ("6 pairs of plans", "undefined", 96)
+
+
+def test_defined_differences_keep_their_rows_beside_undefined_ones(gradients: Gradients) -> None:
+    record = record_of(*cells_of(gradients))
+    frames = other_tables(record, []) | all_tables(record)
+    before = printable(frames)["pairs"]
+    frames["pairs"].loc[[0, 1], ["difference", "difference_low", "difference_high"]] = None
+    found = printable(frames)["pairs"]
+    merged = found[found["plan"].str.endswith("pairs of plans")]
+    samples = frames["pairs"]["samples"].iloc[:2]
+    assert len(merged) == samples.nunique()
+    assert found.iloc[: -len(merged)].astype(str).to_numpy().tolist() == before.iloc[2:].astype(str).to_numpy().tolist()

@@ -12,6 +12,7 @@ from analysis.workload import Batch, Recipe, make_batch, rollout_seed
 from jagg_core import dance_schedule
 from jagg_core.rewards import load_reward
 from jagg_core.rewards.base import FunctionReward
+from jagg_core.schedule import TimestepMode, network_sigma
 from tests.backbones.stub import StubBackbone
 
 RECIPE = Recipe(steps=5, prompts=2, samples=3)
@@ -63,6 +64,32 @@ def test_guidance_reaches_the_policy() -> None:
     backbone = StubBackbone()
     make_batch(backbone, INK, replace(RECIPE, guidance=3.5), 0.7, "leak", 0)
     assert [guidance for _, guidance in backbone.asked] == [3.5]
+
+
+@pytest.mark.parametrize("mode", ["float", "trunc_fp32"])
+def test_the_network_is_told_sigma_as_asked(mode: TimestepMode) -> None:
+    recipe = replace(RECIPE, timestep_mode=mode)
+    backbone = StubBackbone()
+    told: list[float] = []
+    velocity = backbone.transformer.velocity
+    backbone.transformer.velocity = lambda z, sigma, rows: (told.append(sigma[0].item()), velocity(z, sigma, rows))[1]  # type: ignore[method-assign]
+    batch = make_batch(backbone, INK, recipe, 0.7, "leak", 0)
+    assert batch.trajectory.timestep_mode == mode
+    assert told == pytest.approx(network_sigma(dance_schedule(5)[:-1], mode).tolist(), abs=1e-7)
+
+
+@pytest.mark.parametrize(("name", "made"), [("dance", "DanceSDE"), ("flow", "FlowSDE"), ("cps", "CPS")])
+def test_steps_are_those_of_the_kernel(name: str, made: str) -> None:
+    batch = make_batch(StubBackbone(), INK, replace(RECIPE, transition=name), 0.7, "leak", 0)
+    assert repr(batch.trajectory.transition) == f"{made}(eta=0.7)"
+
+
+def test_the_key_of_a_table_names_what_is_not_usual() -> None:
+    """Tables that were stored before there was a choice are found."""
+    usual = {"steps": 5, "shift": 3.0, "schedule": "dance", "prompts": 2, "samples": 3, "guidance": None, "seed": 0}
+    assert RECIPE.key() == usual
+    assert replace(RECIPE, timestep_mode="round").key() == usual | {"timestep_mode": "round"}
+    assert replace(RECIPE, transition="cps").key() == usual | {"transition": "cps"}
 
 
 # Seeds

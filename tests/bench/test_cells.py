@@ -93,12 +93,26 @@ def test_a_plain_run_writes_no_file(tmp_path: Path) -> None:
     assert not path.exists() and set(ROOT.glob(".benchmarks/**/*")) == before
 
 
+def test_what_compiling_took_is_no_part_of_the_rounds(tmp_path: Path) -> None:
+    """The second of two cells of an arm, whichever it is, has nothing left to compile."""
+    path = tmp_path / "cells.json"
+    flags = ["--bench-backbone=tests.bench.wide:deep", "--bench-compile=eager", "--bench-arm=exact", "--bench-rounds=2"]
+    done = run_pytest("--benchmark-enable", f"--benchmark-json={path}", *flags, "--bench-phase=total,backward")
+    assert done.returncode == 0, done.stdout + done.stderr
+    about = {one["extra_info"]["phase"]: one["extra_info"] for one in json.loads(path.read_text())["benchmarks"]}
+    assert {one["compile"] for one in about.values()} == {"eager"}
+    second, first = sorted(one["compile_s"] for one in about.values())
+    assert second == 0 < first
+
+
 def test_names_are_readable() -> None:
     one = Grid(window=(5,), batch=(16,), arm=("closed-form-batched",), phase=("total",), checkpointing=("off", "on"))
     assert [cell.name for cell in one.cells()] == [
         "closed-form-batched-total-digits-flux-W5-float32-b16",
         "closed-form-batched-total-digits-flux-W5-float32-b16-checkpointing",
     ]
+    [compiled] = Grid(compile=("inductor",), arm=("exact",), phase=("total",)).cells()
+    assert compiled.name == "exact-total-digits-flux-W3-float32-b2-compile-inductor"
 
 
 def test_the_smoke_grid_has_every_arm_and_phase() -> None:
@@ -123,6 +137,7 @@ def test_values_are_separated_by_commas() -> None:
         ({"phase": "total,sideways"}, r"phase must be of \['total', 'forward', .*found 'sideways'"),
         ({"arm": "papr-joint"}, "arm must be of .*found 'papr-joint'"),
         ({"checkpointing": "maybe"}, r"checkpointing must be of \['off', 'on'\], found 'maybe'"),
+        ({"compile": "gcc"}, r"compile must be of \['off', 'inductor', .*found 'gcc'"),
         ({"backbone": "digit-flux"}, "did you mean 'digits-flux'"),
     ],
 )

@@ -340,7 +340,7 @@ def test_ranks_that_disagree() -> None:
 
 def test_a_rank_that_dies_under_torchrun(tmp_path: Path) -> None:
     out = tmp_path / "record.json"
-    flags = ["--backbone", "tests.bench.wide:dies_on_rank_1", "--timeout", "60"]
+    flags = ["--backbone", "tests.bench.wide:dies_on_rank_1", "--timeout", "200"]
     done = launch("bench", "collectives", *flags, "--out", str(out))
     assert done.returncode == 1
     assert "MemoryError: no room on this rank" in done.stderr

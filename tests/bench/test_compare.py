@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from bench.__main__ import main
-from bench.compare import Comparison, compare, ratio_of_medians
+from bench.compare import Comparison, compare
+from bench.noise import ratio_of_medians
 from jagg_core.records import Cell, Record, RecordError
 
 SETTINGS = {"backbone": "digits-flux", "window": 5, "batch": 16, "device": "cpu", "dtype": "float32", "steps": 21}

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from bench.__main__ import main
 from bench.cost import (
@@ -23,7 +26,9 @@ from bench.cost import (
 )
 from bench.fit import fit
 from bench.work import PassWork, count_work
+from jagg_core.backbones import list_backbones
 from jagg_core.records import Cell, Record, RecordError
+from tests.bench import wide
 
 WORK = PassWork(forward=1e12, backward=2e12, parameters=1_000_000_000)
 ALONE = Machine(tflops=1.0)
@@ -198,6 +203,10 @@ def test_the_command(tmp_path: Path, counted: list[object], capsys: pytest.Captu
     [
         (["--backbone", "flux"], "did you mean 'flux-dev'"),
         (["--backbone-options", "hight=720"], "did you mean 'height'"),
+        (
+            ["--backbone-options", "path=/models/FLUX"],
+            "the published configuration is counted, of no folder, found path",
+        ),
         (["--ranks", "0"], "ranks must be different numbers of at least 1"),
         (["--overlap", "2"], "overlap must be between 0 and 1, found 2"),
         (["--window", "50"], "window must be between 1 and the 20 trained steps, found 50"),
@@ -211,6 +220,49 @@ def test_what_the_command_refuses(
         main(["cost", *flags, "--out", str(tmp_path / "run")])
     assert caught.value.code == 2 and match in capsys.readouterr().err
     assert counted == []
+
+
+@pytest.mark.parametrize("name", ["digits-flux", "photos-qwen", "tests.bench.wide:deep"])
+def test_models_with_weights_of_their_own_are_counted(name: str, tmp_path: Path) -> None:
+    """The shipped ones, and yours, which know no random weights."""
+    main(["cost", "--backbone", name, "--ranks", "1", "--out", str(tmp_path)])
+    work = Record.read(tmp_path / "record.json").cell("work").values
+    entry = next((e for e in list_backbones() if e.name == name), None)
+    assert work["parameters"] == (entry.parameters if entry else 17 * 32 + 32 + 2 * (32 * 32 + 32) + 32 * 16 + 16)
+    assert work["forward"] > 0 and work["backward"] / work["forward"] == pytest.approx(2, rel=0.03)
+
+
+def test_a_pass_is_counted_by_hand() -> None:
+    """17 inputs, two blocks of 32, 16 outputs; and the gradient of every input, as prompts are learned."""
+    work = count_work("tests.bench.wide:deep", {})
+    assert work == PassWork(2 * (17 * 32 + 2 * 32 * 32 + 32 * 16), 4 * (17 * 32 + 2 * 32 * 32 + 32 * 16), 3216)
+
+
+def test_a_model_that_the_meta_device_cannot_hold(monkeypatch: pytest.MonkeyPatch) -> None:
+    def reads_weights(device: str, dtype: torch.dtype) -> object:
+        return torch.empty(2, device=device).cpu()
+
+    monkeypatch.setattr(wide, "load", reads_weights)
+    with pytest.raises(ValueError, match=r"backbone .*wide:load' cannot be counted on the device meta in bf"):
+        count_work("tests.bench.wide:load", {})
+
+
+WITHOUT_WEIGHTS = """
+from bench.group import GroupBench, load
+try:
+    load(GroupBench("flux-dev", backbone_options=("path=/nowhere",)))
+except ValueError as error:
+    print(error)
+logging.getLogger("transformers.utils.import_utils").warning("something else of the same source")
+"""
+
+
+@pytest.mark.slow
+def test_what_transformers_says_of_torchvision_is_not_passed_on() -> None:
+    """The only one of its remarks."""
+    done = subprocess.run([sys.executable, "-c", WITHOUT_WEIGHTS], capture_output=True, text=True, timeout=200)
+    assert "/nowhere" in done.stdout
+    assert "torchvision" not in done.stderr and "something else of the same source" in done.stderr
 
 
 def test_a_record_of_something_else_is_no_measurement(tmp_path: Path) -> None:

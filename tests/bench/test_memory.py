@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import replace
 from pathlib import Path
+from queue import SimpleQueue
 from statistics import median
+from threading import Thread
 
 import pytest
 import torch
@@ -61,6 +64,32 @@ def test_live_bytes() -> None:
         del view
         torch.zeros(10)
     assert (live.now, live.peak) == (0, 8000)
+
+
+def test_live_bytes_of_tensors_that_other_threads_let_go() -> None:
+    """As gloo's threads do, at any moment."""
+    handed: SimpleQueue[torch.Tensor | None] = SimpleQueue()
+
+    def let_go() -> None:
+        while handed.get() is not None:
+            pass
+
+    threads = [Thread(target=let_go) for _ in range(2)]
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with LiveBytes() as live:
+            for thread in threads:
+                thread.start()
+            for _ in range(20_000):
+                handed.put(torch.ones(10))
+            for _ in threads:
+                handed.put(None)
+            for thread in threads:
+                thread.join()
+        assert live.now == 0 and live.peak >= 40
+    finally:
+        sys.setswitchinterval(before)
 
 
 def test_an_arm_that_fails_is_recorded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench import suite
+from bench import children, progress, suite
 from bench.__main__ import main
 from bench.collectives import CollectiveBench
 from bench.group import GroupBench
@@ -50,7 +50,11 @@ def test_names_are_readable() -> None:
 
 
 @pytest.mark.usefixtures("own_preset")
-def test_what_became_of_every_cell(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_became_of_every_cell(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(progress, "EVERY_S", 0.0)
+    monkeypatch.setattr(children, "POLL_S", 0.1)
     with pytest.raises(SystemExit) as caught:
         main(["run", "--preset", "smoke", "--out", str(tmp_path)])
     assert caught.value.code == 1
@@ -71,20 +75,88 @@ def test_what_became_of_every_cell(tmp_path: Path, capsys: pytest.CaptureFixture
     assert "no room for this model" in (broken.reason or "") and "no room for this model" in (ranks.reason or "")
     assert skipped.reason == "needs a CUDA device; this machine has none"
     printed = capsys.readouterr()
+    assert_lines_tell_where_it_is(printed.err.splitlines())
     assert "1.00x" in printed.out and "skipped" in printed.out and "whole step" in printed.out
     assert "no room for this model" in printed.err
 
 
+def assert_lines_tell_where_it_is(lines: list[str]) -> None:
+    """Which cell runs, how far it is (of a process that has only begun, what it does first), and what became of it."""
+    starts = [lines.index(f"smoke, {number} of 6: {one.name}") for number, one in enumerate(CELLS, 1)]
+    assert starts == sorted(starts)
+    firsts = [lines[start + 1].partition(" s: ")[2] for start in starts[:5]]
+    ranks = "2 ranks verify, count and time the arms"
+    assert firsts == ["loads the model", "measured 0 of 1 arms", "loads the model", "loads the model", ranks]
+    ends = [line for line in lines if line.startswith(("  ok", "  failed", "  skipped"))]
+    assert [line.partition(" after ")[0].strip() for line in ends] == ["ok"] * 3 + ["failed"] * 2 + ["skipped"]
+
+
 @pytest.mark.usefixtures("own_preset")
 def test_a_run_that_is_killed_keeps_what_was_done(tmp_path: Path) -> None:
-    def stop(name: str) -> None:
-        raise KeyboardInterrupt
+    def stop(line: str) -> None:
+        if line.startswith("smoke, 2 of 6: "):
+            raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
         run_suite("smoke", tmp_path, progress=stop)
     record = Record.read(tmp_path / "record.json")
     assert [cell.name for cell in record.cells] == [cell.name for cell in CELLS]
     assert [cell.reason for cell in record.cells] == [None, *["the run ended before this cell"] * 5]
+
+
+@pytest.mark.parametrize("cell", [CELLS[0], CELLS[2]], ids=lambda cell: cell.kind)
+def test_a_process_notes_how_far_it_is(cell: Planned, tmp_path: Path) -> None:
+    note = tmp_path / "note"
+    assert isinstance(cell.settings, GroupBench)
+    suite._child(0, cell.settings, str(tmp_path / "record.json"), str(note))
+    assert note.read_text() == "round 2 of 2"
+    assert all(cell.status == "ok" for cell in Record.read(tmp_path / "record.json").cells)
+
+
+def test_lines_are_few(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At most one in `EVERY_S` seconds, and fewer of those that say the same again; none for nobody."""
+    now = [100.0]
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
+    lines: list[str] = []
+    part, silent = progress.Part(lines.append), progress.Part(None)
+    for second in range(1, 61):
+        now[0] = 100.0 + second
+        for one in (part, silent):
+            one.at("starts" if second < 15 else "runs")
+    assert lines == ["  10 s: starts", "  20 s: runs", "  50 s: runs"]
+
+
+@pytest.mark.parametrize("missing", ["diffusers", "transformers", "peft"])
+def test_a_library_that_is_missing_is_told_before_anything_runs(missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(suite, "_memory", lambda device: 2**60)
+    cells = PRESETS["h200"]()
+    assert [why_not(cell) for cell in cells] == [None] * 4
+    found = suite.find_spec
+    monkeypatch.setattr(suite, "find_spec", lambda name: None if name == missing else found(name))
+    reason = f"needs {missing}, not installed here: pip install 'jagg-core[pretrained]'"
+    assert [why_not(cell) for cell in cells] == [reason] * 4
+    shipped = Planned("group", GroupBench(backbone="digits-flux"))
+    assert (why_not(shipped) is None) == (missing != "diffusers")
+    assert why_not(CELLS[0]) is None  # one of one's own
+
+
+@pytest.mark.usefixtures("own_preset")
+def test_a_reason_that_many_arms_share_is_said_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("bench.memory.arm_names", lambda _: ["exact", "paper-joint"])
+    monkeypatch.setitem(
+        PRESETS, "smoke", lambda: [Planned("memory", replace(WIDE, backbone="tests.bench.wide:broken"))]
+    )
+    [cell] = run_suite("smoke", tmp_path).cells
+    reason = cell.reason or ""
+    assert reason.startswith("exact, paper-joint: ") and reason.count("no room for this model") == 2  # code, and error
+
+
+@pytest.mark.parametrize("timeout", ["0", "-1", "nan"])
+def test_a_timeout_that_is_none(timeout: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["run", "--preset", "smoke", "--timeout", timeout, "--out", str(tmp_path)])
+    assert caught.value.code == 2 and "timeout must be positive, found" in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("own_preset")

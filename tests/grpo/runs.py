@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -47,11 +48,14 @@ def differing(one: dict[str, Tensor], other: dict[str, Tensor]) -> Sequence[str]
     return [name for name in one if not torch.equal(one[name], other[name])]
 
 
-def train_until_killed(number: int, folder: str, update: int) -> None:
-    """Train, and die by a signal that cannot be caught after ``update``."""
+def train_until_killed(number: int, folder: str, update: int, wait: bool = False) -> None:
+    """Train, and die after ``update`` by a signal that cannot be caught; or ``wait`` for it, which a file tells."""
     torch.set_num_threads(1)
 
     def die(metrics: Metrics) -> None:
+        if metrics.update == update and wait:
+            (Path(folder) / "waiting").touch()
+            time.sleep(600)
         if metrics.update == update:
             os.kill(os.getpid(), signal.SIGKILL)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from jagg_core.grpo.command import configure
 from jagg_core.records import plain
 from tests.grpo.runs import changed
 
+CALIBRATION = Path(__file__).parents[2] / "results/reference/digits-flux-calibration/calibration-eta0.7.json"
 OUT = ["--out", "runs/x"]
 
 
@@ -87,6 +89,7 @@ def test_an_unknown_key_of_a_file_is_an_error(tmp_path: Path, capsys: pytest.Cap
 
 REFUSED: list[tuple[dict[str, dict[str, Any]], str]] = [
     ({"model": {"dtype": "int8"}}, "dtype must be one of"),
+    ({"model": {"dtype": "float16"}}, "'bfloat16', 'float64'], found 'float16'"),
     ({"model": {"ema_decay": 1.0}}, "ema_decay must be at least 0 and below 1, found 1.0"),
     ({"model": {"backbone": "digits"}}, "did you mean"),
     ({"rollout": {"samples": 1}}, "samples must be at least 2"),
@@ -120,6 +123,37 @@ REFUSED: list[tuple[dict[str, dict[str, Any]], str]] = [
 def test_settings_that_cannot_be_are_refused(sections: dict[str, dict[str, Any]], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         changed(**sections)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"tensorboard": True}, r"tensorboard is not installed: pip install 'jagg-core\[log\]'"),
+        ({"wandb": "project"}, "wandb is not installed: pip install wandb"),
+    ],
+    ids=["tensorboard", "wandb"],
+)
+def test_a_logger_that_is_not_installed_is_refused(
+    settings: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in settings:
+        monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(ValueError, match=message):
+        changed(run=settings)
+
+
+def test_a_calibration_of_another_kernel_is_refused() -> None:
+    calibrated = {"estimator": "jagg", "jagg_frac": "calibrated", "calibration": str(CALIBRATION), "knots": ()}
+    fitting = {"steps": 21}
+    assert changed(plan=calibrated, rollout=fitting)
+    for plan, rollout, message in (
+        ({"window": 7}, {}, "no jagg_frac for window 7"),
+        ({}, {"timestep_mode": "trunc_fp32"}, "timestep_mode: calibrated with float, this run has trunc_fp32"),
+        ({}, {"eta": 0.3}, r"transition: calibrated with DanceSDE\(eta=0.7\), this run has DanceSDE\(eta=0.3\)"),
+        ({"calibration": str(CALIBRATION.with_name("record.json"))}, {}, "no jagg_frac for window 4"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            changed(plan=calibrated | plan, rollout=fitting | rollout)
 
 
 def test_samples_and_shards_must_divide_evenly() -> None:

@@ -6,6 +6,7 @@ import json
 import multiprocessing
 import shutil
 import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -15,8 +16,10 @@ from safetensors.torch import load_file
 
 from jagg_core.grpo import GRPOTrainer, TrainingStopped, checkpoint, train
 from jagg_core.grpo.checkpoint import DamagedCheckpoint
+from jagg_core.grpo.learner import Learner
 from jagg_core.grpo.log import Log, read_rows
 from jagg_core.grpo.run import read, write
+from jagg_core.records import only_run_in
 from tests.grpo.runs import SMALL, changed, differing, tensors, train_until_killed, weights
 
 
@@ -34,6 +37,13 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, tor
 def copied(whole: tuple[Path, dict[str, torch.Tensor]], to: Path) -> Path:
     shutil.copytree(whole[0], to / "run")
     return to / "run"
+
+
+def wait_for(path: Path, seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while not path.exists():
+        assert time.monotonic() < deadline, f"there is no {path.name}"
+        time.sleep(0.05)
 
 
 def newest(folder: Path) -> Path:
@@ -107,6 +117,27 @@ def test_a_checkpoint_without_the_optimizer_is_refused_but_can_start_a_new_run(t
     assert (weights(started) - weights(trainer)).norm() < (weights(started) - weights(GRPOTrainer(SMALL))).norm()
 
 
+def test_a_warm_start_takes_over_the_weights_alone(tmp_path: Path) -> None:
+    trainer = GRPOTrainer(changed(model={"ema_decay": 0.0}))
+    trainer.step()
+    path = write(trainer, tmp_path / "old")
+    with pytest.raises(ValueError, match=r"warm_start must be a checkpoint, such as .*: old: .*state\.json"):
+        train(SMALL, tmp_path / "new", warm_start=path.parent)
+    found: list[torch.Tensor] = []
+
+    def note(self: Learner) -> None:
+        begin(self)
+        assert self.average is not None
+        found.extend(tensor.clone() for tensor in (*self.masters.tensors, *self.average.tensors))
+
+    begin = Learner.begin
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Learner, "begin", note)
+        train(changed(run={"updates": 1}), tmp_path / "new", warm_start=path)
+    expected = 2 * trainer.learner.masters.tensors
+    assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
+
+
 def test_a_restored_trainer_is_the_one_that_was_written(tmp_path: Path) -> None:
     trainer = GRPOTrainer(SMALL)
     trainer.step()
@@ -136,7 +167,8 @@ def test_a_folder_with_a_run_is_not_overwritten_and_not_resumed_with_other_setti
 
 def test_a_finished_run_goes_on_for_more_updates(whole: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path) -> None:
     folder = copied(whole, tmp_path)
-    longer = changed(run={"eval_every": 4, "eval_prompts": 2, "eval_samples": 1, "updates": 7})
+    free = {"updates": 7, "max_skipped": 9}
+    longer = changed(run={"eval_every": 4, "eval_prompts": 2, "eval_samples": 1, **free})
     assert train(longer, folder, resume=True).update == 7
     assert json.loads((folder / "config.json").read_text())["run"]["updates"] == 7
 
@@ -158,8 +190,28 @@ def test_a_run_that_stops_keeps_its_log(tmp_path: Path) -> None:
     config = changed(reward={"name": "tests.grpo.runs:not_a_number"}, run={"max_skipped": 2})
     with pytest.raises(TrainingStopped):
         train(config, tmp_path)
-    [row] = read_rows(tmp_path / "metrics.csv")
-    assert (row["update"], row["skipped"], row["reward_mean"]) == ("1", "1", "")
+    rows = read_rows(tmp_path / "metrics.csv")
+    assert [(row["update"], row["skipped"], row["reward_mean"]) for row in rows] == [("1", "1", ""), ("2", "1", "")]
+    assert all("nan for sample 0" in row["reason"] for row in rows)
+
+
+def test_a_second_run_in_a_folder_ends_at_once_until_the_first_is_dead(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    with only_run_in(folder):  # one that is about to store its configuration
+        with pytest.raises(ValueError, match=rf"another run is at work in {folder}: wait for its end or stop it"):
+            train(SMALL, folder)
+        assert [path.name for path in folder.iterdir()] == [".lock"]
+    child = multiprocessing.get_context("spawn").Process(target=train_until_killed, args=(0, str(folder), 1, True))
+    child.start()
+    try:
+        wait_for(folder / "waiting", seconds=200)
+        for resume in (False, True):
+            with pytest.raises(ValueError, match="another run is at work"):
+                train(SMALL, folder, resume=resume)
+    finally:
+        child.kill()
+        child.join()
+    assert train(changed(run={"updates": 1}), folder, resume=True).update == 1
 
 
 def test_knots_are_searched_anew_and_a_resumed_run_has_them(tmp_path: Path) -> None:

@@ -182,8 +182,10 @@ def test_a_reward_that_is_not_a_number_skips_the_update_and_in_a_row_ends_the_ru
     assert "nan for sample 0" in found.skipped
     assert (trainer.update, trainer.skipped, trainer.learner.steps) == (1, 1, 0)
     assert torch.equal(weights(trainer), before)
-    with pytest.raises(TrainingStopped, match=r"2 updates in a row were skipped \(setting max_skipped\)"):
+    with pytest.raises(TrainingStopped, match=r"2 updates in a row were skipped \(setting max_skipped\)") as caught:
         trainer.step()
+    assert (caught.value.metrics.update, trainer.update) == (2, 2)
+    assert "nan for sample 0" in caught.value.metrics.skipped
 
 
 def test_a_reward_that_fails_is_an_error_and_never_a_zero() -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, Shard
 
-from jagg_core.distributed import Piece, Sharding, on_any_rank
+from jagg_core.distributed import FirstError, Piece, Sharding, on_any_rank, on_first_rank, raise_together, told_by_ranks
 
 
 class Part:
@@ -112,3 +112,27 @@ def test_parameters_of_two_kinds_are_refused() -> None:
         with pytest.raises(ValueError, match="over one device mesh, or all be plain tensors"):
             Sharding(parameters)
     assert Sharding([part, part]).ranks == 2
+
+
+def test_of_errors_in_a_loop_the_first_is_kept_and_others_are_raised() -> None:
+    broken, done = FirstError(), []
+    for number in (1, 2, 3):
+        with broken.keep(ArithmeticError):
+            if number < 3:
+                raise FloatingPointError(f"number {number}")
+            done.append(number)
+    assert (str(broken.error), done) == ("number 1", [3])
+    with pytest.raises(KeyError), broken.keep(ZeroDivisionError):
+        raise KeyError
+
+
+def test_on_one_rank_errors_and_texts_are_as_they_are() -> None:
+    device, error = torch.device("cpu"), OSError("disk full")
+    assert [told_by_ranks(text, device) for text in ("", "broken")] == ["", "broken"]
+    raise_together(None, device)
+    with pytest.raises(OSError, match="disk full") as caught:
+        raise_together(error, device)
+    assert caught.value is error
+    assert on_first_rank(lambda: 3, device) == 3
+    with pytest.raises(ZeroDivisionError):
+        on_first_rank(lambda: 1 // 0, device)

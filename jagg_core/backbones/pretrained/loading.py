@@ -11,6 +11,7 @@ from jagg_core.backbones.lora import add_lora, check_lora
 from jagg_core.backbones.pretrained.base import Calls, Configs, PretrainedBackbone, PublishedModel
 from jagg_core.backbones.pretrained.folder import ModelFolder, find_folder
 from jagg_core.backbones.pretrained.prompts import PROMPTS, read_prompts
+from jagg_core.backbones.pretrained.quiet import without_torchvision
 from jagg_core.checks import require_one_of
 
 
@@ -32,7 +33,9 @@ def _require_classes(model: PublishedModel) -> None:
     except ImportError as error:
         raise ValueError(f"backbone {model.name!r} needs diffusers and transformers: {install}") from error
     for name in (model.family.transformer_class, model.family.pipeline_class, model.family.vae_class):
-        if not hasattr(diffusers, name):
+        with without_torchvision():  # a class is imported when it is looked for
+            found = hasattr(diffusers, name)
+        if not found:
             raise ValueError(
                 f"backbone {model.name!r} needs {name}, which the installed diffusers {diffusers.__version__} has not: "
                 f"{install}"

@@ -1,0 +1,25 @@
+"""What libraries say of themselves when they are imported, and nobody who runs a command can act on."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+SOURCE = "transformers.utils.import_utils"
+"""The logger that says so of every image processor of a pipeline that diffusers names; none of them is used here."""
+
+
+def _is_news(record: logging.LogRecord) -> bool:
+    return "ImageProcessor` requires torchvision (not installed)" not in record.getMessage()
+
+
+@contextmanager
+def without_torchvision() -> Iterator[None]:
+    """Inside, transformers does not tell that it has image processors which would need torchvision."""
+    logger = logging.getLogger(SOURCE)
+    logger.addFilter(_is_news)
+    try:
+        yield
+    finally:
+        logger.removeFilter(_is_news)

@@ -298,7 +298,10 @@ def _cuda_mhz(index: int) -> float | None:
 
 
 def git_state(checkout: Path) -> dict[str, Any]:
-    """``commit`` and ``dirty`` of the checkout; both None outside one."""
+    """``commit`` of the checkout, and whether files differ from it (``dirty``); both None outside one.
+
+    Files in ``results/`` do not count: they are what runs leave, and a run that is made anew replaces its own.
+    """
 
     def git(*arguments: str) -> str:
         command = ["git", "-C", str(checkout), *arguments]
@@ -308,7 +311,8 @@ def git_state(checkout: Path) -> dict[str, Any]:
         # an installed package may lie inside somebody else's repository
         if Path(git("rev-parse", "--show-toplevel")).resolve() != checkout.resolve():
             return {"commit": None, "dirty": None}
-        return {"commit": git("rev-parse", "HEAD"), "dirty": bool(git("status", "--porcelain", "--untracked-files=no"))}
+        changed = git("status", "--porcelain", "--untracked-files=no", "--", ".", ":(exclude)results")
+        return {"commit": git("rev-parse", "HEAD"), "dirty": bool(changed)}
     except (OSError, subprocess.SubprocessError):
         return {"commit": None, "dirty": None}
 

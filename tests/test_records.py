@@ -382,12 +382,16 @@ def test_git_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     git(checkout, "init", "-q")
     assert git_state(checkout) == unknown  # nothing committed yet
     (checkout / "file").write_text("1")
-    git(checkout, "add", "file")
+    (checkout / "results").mkdir()
+    (checkout / "results" / "record.json").write_text("{}")
+    git(checkout, "add", "file", "results")
     git(checkout, "commit", "-q", "-m", "first")
     clean = git_state(checkout)
     assert len(clean["commit"]) == 40
     assert clean["dirty"] is False
     (checkout / "untracked").write_text("1")
+    assert git_state(checkout) == clean
+    (checkout / "results" / "record.json").unlink()  # as a run that is made anew does
     assert git_state(checkout) == clean
     (checkout / "file").write_text("2")
     assert git_state(checkout) == clean | {"dirty": True}

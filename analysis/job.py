@@ -38,9 +38,6 @@ PARETO_PASSES = range(4, 15)
 TABLE_FORMAT = 1
 """Of stored tables; another number makes them anew."""
 
-SAMPLE_PIXELS = 96
-"""Side of a sample in the picture of a rollout batch; smaller ones are enlarged by a whole number, up to it."""
-
 REPRODUCIBLE = {"float64": 1e-9, "float32": 1e-5, "bfloat16": 1e-2, "float16": 1e-2}
 """Largest relative difference of an exact gradient that is computed twice, by dtype of the model."""
 
@@ -283,8 +280,7 @@ class Job:
         with recorded(self.record.cells, "samples", eta=eta) as cell:
             batch = self.batch(eta, "evaluation", 0)
             images = self.backbone.decode(batch.trajectory.final)
-            scale = max(1, SAMPLE_PIXELS // max(images.shape[-2:]))
-            sheet = image_grid(images, columns=self.settings.recipe.samples, scale=scale)
+            sheet = image_grid(images, columns=self.settings.recipe.samples)
             write_atomically(self.out / "samples.png", png_bytes(sheet))
             cell.values = {"prompts": batch.prompts, "rewards": batch.rewards.tolist(), "seed": batch.seed}
         self.save()

@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import get_args
 
 import torch
+from torch import Tensor
+from tqdm import tqdm
 
 from jagg_core import DanceSDE, initial_latents, rollout, sample_ode
 from jagg_core.backbones import (
@@ -106,19 +108,31 @@ def write_samples(arguments: argparse.Namespace) -> None:
         raise ValueError(f"count must be at least 1, found {arguments.count}")
     if not arguments.eta >= 0:
         raise ValueError(f"eta must be at least 0, found {arguments.eta}")
+    if arguments.eta > 0:
+        DanceSDE(arguments.eta)
+        if arguments.steps < 2:
+            raise ValueError(f"steps must be at least 2 with noise, found {arguments.steps}")
     check_schedule(arguments.schedule, arguments.steps, arguments.shift)
     require_writable(arguments.out)
     backbone = _load(arguments.backbone, arguments)
     sigmas = schedule_of(backbone, arguments.schedule, arguments.steps, arguments.shift)
-    prompts = [p for p in arguments.prompts or backbone.prompts for _ in range(arguments.count)]
-    policy = backbone.policy(prompts, arguments.guidance)
-    latents = initial_latents(backbone.latent_shape, arguments.seed, range(len(prompts))).to(backbone.device)
+    prompts = list(arguments.prompts or backbone.prompts)
+    backbone.policy(prompts, arguments.guidance)  # encodes all of them while the text encoders are loaded
+    images = [_row(backbone, prompt, place, sigmas, arguments) for place, prompt in enumerate(tqdm(prompts, "sample"))]
+    write_atomically(arguments.out, png_bytes(image_grid(torch.cat(images), arguments.count)))
+    print(f"wrote {arguments.out}: {len(prompts) * arguments.count} samples, a row per prompt")
+
+
+def _row(backbone: Backbone, prompt: str, place: int, sigmas: Tensor, arguments: argparse.Namespace) -> Tensor:
+    """Images of the prompt in this place, ``[count, ...]``."""
+    policy, seed = backbone.policy([prompt] * arguments.count, arguments.guidance), arguments.seed
+    ids = range(place * arguments.count, (place + 1) * arguments.count)
+    latents = initial_latents(backbone.latent_shape, seed, ids).to(backbone.device)
     if arguments.eta > 0:
-        final = rollout(policy, sigmas, DanceSDE(arguments.eta), latents, arguments.seed).final
+        final = rollout(policy, sigmas, DanceSDE(arguments.eta), latents, seed, sample_ids=ids).final
     else:
         final = sample_ode(policy, sigmas, latents)
-    write_atomically(arguments.out, png_bytes(image_grid(backbone.decode(final), arguments.count)))
-    print(f"wrote {arguments.out}: {len(prompts)} samples, a row per prompt")
+    return backbone.decode(final).cpu()
 
 
 def print_findings(arguments: argparse.Namespace) -> int:
@@ -134,8 +148,6 @@ def print_findings(arguments: argparse.Namespace) -> int:
 
 def _run_training(name: str, steps: int, run: Callable[[Callable[[int, float], None]], float]) -> float:
     """Run a training under a progress bar that shows the loss."""
-    from tqdm import tqdm
-
     with tqdm(total=steps, desc=f"train {name}") as bar:
 
         def progress(step: int, loss: float) -> None:

@@ -7,9 +7,14 @@ import io
 import torch
 from torch import Tensor
 
+LARGE = 96
+"""Pixels of a side up to which small images are enlarged."""
 
-def image_grid(images: Tensor, columns: int, scale: int = 3, gap: int = 1) -> Tensor:
+
+def image_grid(images: Tensor, columns: int, scale: int | None = None, gap: int = 1) -> Tensor:
     """Images ``[N, C, H, W]`` in [0, 1] as one RGB picture ``[3, height, width]``, enlarged ``scale`` times.
+
+    ``scale`` None: as many times as keep the longer side within `LARGE`, at least once.
 
     Raises:
         ValueError: not images, pixels that are not finite, or fewer than one column.
@@ -19,6 +24,8 @@ def image_grid(images: Tensor, columns: int, scale: int = 3, gap: int = 1) -> Te
     undefined = ~torch.isfinite(images).flatten(1).all(1)
     if undefined.any():
         raise ValueError(f"images must be finite, found NaN or infinite pixels in sample {int(undefined.nonzero()[0])}")
+    if scale is None:
+        scale = max(1, LARGE // max(images.shape[-2:]))
     if columns < 1 or scale < 1:
         raise ValueError(f"columns and scale must be at least 1, found {columns} and {scale}")
     large = images.detach().float().cpu().expand(-1, 3, -1, -1)

@@ -141,14 +141,22 @@ def test_a_sheet_has_a_row_per_prompt(tmp_path: Path, capsys: Capture) -> None:
     assert torch.equal(torch.get_rng_state(), state)
     assert f"wrote {tmp_path / 'deep' / 'a.png'}: 6 samples, a row per prompt" in capsys.readouterr().out
     with Image.open(io.BytesIO(ode)) as sheet:
-        assert (sheet.format, sheet.size) == ("PNG", (2 * 25 + 1, 3 * 25 + 1))
+        assert (sheet.format, sheet.size) == ("PNG", (2 * 97 + 1, 3 * 97 + 1))
         pixels = np.asarray(sheet)
-    tiles = [pixels[1 + 25 * y : 25 + 25 * y, 1 + 25 * x : 25 + 25 * x] for y in range(3) for x in range(2)]
+    tiles = [pixels[1 + 97 * y : 97 + 97 * y, 1 + 97 * x : 97 + 97 * x] for y in range(3) for x in range(2)]
     assert len({tile.tobytes() for tile in tiles}) == 6
     assert all(tile.std() > 20 for tile in tiles)
     assert sample(tmp_path / "b.png") == ode
     other = {sample(tmp_path / "c.png", *change) for change in (["--eta", "0.7"], ["--seed", "1"], ["--guidance", "3"])}
     assert len(other | {ode}) == 4
+
+
+def test_a_row_does_not_depend_on_those_below_it(tmp_path: Path) -> None:
+    """Prompts are drawn one after the other: as many as one likes need the memory of one."""
+    whole = sample(tmp_path / "a.png", "--eta", "0.7")
+    alone = sample(tmp_path / "b.png", "--eta", "0.7", "--prompts", "3")
+    rows = [np.asarray(Image.open(io.BytesIO(png)))[:97] for png in (whole, alone)]
+    assert np.array_equal(*rows)
 
 
 def test_the_sde_has_a_seed(tmp_path: Path) -> None:
@@ -168,7 +176,7 @@ def test_the_sde_has_a_seed(tmp_path: Path) -> None:
         (["--backbone", "digit-flux"], "did you mean 'digits-flux'"),
         (["--prompts", "3", "cat"], "prompts: digits-flux knows"),
         (["--device", "nonsense"], "device 'nonsense' cannot be used here"),
-        (["--eta", "0.5", "--steps", "1"], "N >= 2 steps, found [2]"),
+        (["--eta", "0.5", "--steps", "1"], "steps must be at least 2 with noise, found 1"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )

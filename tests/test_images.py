@@ -31,6 +31,12 @@ def test_geometry(n: int, columns: int, rows: int, scale: int, gap: int) -> None
     assert torch.equal(image_grid(pictures, columns, scale, gap), expected)
 
 
+@pytest.mark.parametrize(("height", "width", "scale"), [(24, 24, 4), (32, 16, 3), (96, 1, 1), (60, 40, 1), (8, 200, 1)])
+def test_small_images_are_enlarged(height: int, width: int, scale: int) -> None:
+    pictures = images(2, height=height, width=width)
+    assert torch.equal(image_grid(pictures, 2), image_grid(pictures, 2, scale))
+
+
 def test_grey_becomes_rgb() -> None:
     grey = images(2, channels=1)
     assert torch.equal(image_grid(grey, 2), image_grid(grey.repeat(1, 3, 1, 1), 2))

@@ -78,8 +78,6 @@ def parser() -> argparse.ArgumentParser:
         command = commands.add_parser(name, help=about, epilog=example, formatter_class=AS_IT_IS)
         add_flags(command, kind, skip=["recipe"])
         add_flags(command, Recipe)
-        text = "rollouts as this public trainer's; flags given beside it come first"
-        command.add_argument("--preset", choices=sorted(PRESETS), default=None, help=text)
         command.add_argument("--quick", action="store_true", help="a smoke run: every part, few rollouts")
         command.add_argument("--out", type=Path, default=None, help=f"run folder, default results/BACKBONE{ending}")
     command = commands.add_parser(
@@ -109,13 +107,16 @@ def settings_from(arguments: argparse.Namespace) -> Study:
     kind = COMMANDS[arguments.command][0]
     chosen = dict(QUICK[kind]) if arguments.quick else {}
     flags, recipe = given(arguments, kind), given(arguments, Recipe)
-    if arguments.preset is not None:
-        overrides = preset(arguments.preset, flags.get("backbone", kind.backbone))
+    if flags.get("preset") in PRESETS:
+        overrides = preset(flags["preset"], flags.get("backbone", kind.backbone))
         rollout = RolloutSettings(**overrides["rollout"])
         theirs = {name: getattr(rollout, name) for name in OF_A_PRESET}
         recipe = theirs | {"guidance": overrides.get("model", {}).get("guidance")} | recipe
         chosen["etas"] = (rollout.eta,)
-    return kind(recipe=Recipe(**recipe), **{**chosen, **flags})
+    made = Recipe(**recipe)
+    if arguments.quick:
+        chosen["windows"] = tuple(min(window, made.steps - 1) for window in chosen["windows"])
+    return kind(recipe=made, **{**chosen, **flags})
 
 
 def show(run_folder: Path) -> int:
@@ -158,6 +159,8 @@ def main(argv: list[str] | None = None) -> None:
         failed = show(out)
     except (ValueError, RecordError, OSError, MemoryError) as error:
         top.exit(2, f"{top.prog}: error: {error}\n")
+    except KeyboardInterrupt:
+        top.exit(130, f"\n{top.prog}: interrupted; what was written stays\n")
     if failed:
         top.exit(1, f"{top.prog}: {failed} cells failed; see the table of failures\n")
 

@@ -157,7 +157,8 @@ def lines_to_paste(record: Record, eta: float, found: Mapping[str, Any], file: P
         if "passes" in plan:
             targets.setdefault((plan["passes"], plan["predict"]), []).append(target)
     recipe = record.settings["recipe"]
-    shared = ["--model.backbone", record.backbone, "--reward.name", record.settings["reward"]]
+    shared = ["--preset", record.settings["preset"]] if record.settings.get("preset") else []
+    shared += ["--model.backbone", record.backbone, "--reward.name", record.settings["reward"]]
     for name, usual in (("device", "cpu"), ("dtype", "float32")):
         if record.settings.get(name, usual) != usual:
             shared += [f"--model.{name}", record.settings[name]]
@@ -169,13 +170,13 @@ def lines_to_paste(record: Record, eta: float, found: Mapping[str, Any], file: P
     shared += ["--rollout.steps", str(recipe["steps"]), "--rollout.eta", f"{eta:g}", "--rollout.trained", "all"]
     shared += ["--rollout.schedule", recipe.get("schedule", "dance"), "--rollout.shift", f"{recipe['shift']:g}"]
     for name, usual in USUAL.items():
-        if recipe.get(name, usual) != usual:
-            shared += [f"--rollout.{name}", recipe[name]]
+        if record.settings.get("preset") or recipe.get(name, usual) != usual:
+            shared += [f"--rollout.{name}", recipe.get(name, usual)]
     lines = []
     for (passes, predict), reached in targets.items():
         plan = ["--plan.estimator", "causal", "--plan.passes", str(passes), "--plan.predict", str(predict).lower()]
         command = ["python", "-m", "jagg_core", "train", *shared, *plan, "--plan.calibration", file.as_posix()]
-        command += ["--out", f"runs/{record.backbone.replace(':', '-')}"]
+        command += ["--out", f"results/{record.backbone.replace(':', '-')}-training"]
         call = f"Plan.from_calibration({file.as_posix()!r}, passes={passes}, predict={predict}, trajectory=trajectory)"
         lines += [f"# eta {eta:g}, {' and '.join(reached)}", shlex.join(command), call]
     return lines

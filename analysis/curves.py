@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import math
 import os
+import signal
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from multiprocessing import get_context, parent_process
 from pathlib import Path
@@ -52,7 +55,8 @@ class Curves:
         learning_rate: of AdamW.
         centring: whether advantages are normalised per prompt or over the batch.
         calibration: file whose causal plans are trained with.
-        arms: which estimators; see `arms`. Empty: all of them.
+        arms: which estimators: exact, paper-0.6, paper-1.0, endpoint-only, subsample-8, and with a calibration
+            causal-8, causal-5 and causal-2; none is all of them.
         eval_every: updates between evaluations.
         eval_prompts: prompts of an evaluation.
         eval_samples: samples per prompt.
@@ -151,17 +155,24 @@ class Curves:
 def run(settings: Curves, out: Path) -> Record:
     """Train every arm with every seed; arms take turns at every update. Written after every seed.
 
-    Seeds that ``out`` holds already, of the same settings, are not run again.
+    Seeds that ``out`` holds already, of the same settings but for ``seeds`` and ``workers``, are not run again.
+
+    Raises:
+        ValueError: ``out`` holds curves of other settings, or seeds that are not asked for.
     """
     chosen = {name: plan for name, plan in settings.estimators().items() if not settings.arms or name in settings.arms}
     seeds = range(settings.seed, settings.seed + settings.seeds)
-    record = _begun(settings, out) or Record(
+    begun = _begun(settings, out)
+    names = [_name(arm, seed) for seed in seeds for arm in chosen]
+    if not begun.keys() <= set(names):
+        raise ValueError(f"seeds: {out} holds {sorted(begun.keys() - set(names))} too: ask for them, or go elsewhere")
+    record = Record(
         "curves",
         command_line(),
         settings.backbone,
         asdict(settings),
         seeds={"runs": list(seeds)},
-        cells=[Cell(_name(arm, seed), "skipped", NOT_REACHED) for seed in seeds for arm in chosen],
+        cells=[begun.get(name, Cell(name, "skipped", NOT_REACHED)) for name in names],
     )
     left = [seed for seed in seeds if record.cell(_name("exact", seed)).status != "ok"]
     updates = len(left) * sum(map(settings.last_update, chosen))
@@ -179,43 +190,59 @@ def _seeds(settings: Curves, chosen: dict[str, PlanSettings], seeds: Sequence[in
         yield from (_run_seed(settings, chosen, seed, bar.update) for seed in seeds)
         return
     context = get_context("spawn")
-    done = context.Value("q", 0)
-    with ProcessPoolExecutor(settings.workers, context, _begin_worker, (done,)) as pool:
+    done, ended_early = context.Value("q", 0), context.Event()
+    pool = ProcessPoolExecutor(settings.workers, context, _begin_worker, (done, ended_early))
+    try:
         left = {pool.submit(_run_seed, settings, chosen, seed, _count_update) for seed in seeds}
         while left:
             ended, left = wait(left, timeout=1, return_when=FIRST_COMPLETED)
             bar.update(done.value - bar.n)
             yield from (future.result() for future in ended)
+    except BrokenProcessPool as error:
+        raise MemoryError(
+            f"a process that trained a seed was killed, perhaps for memory: try fewer than {settings.workers} workers"
+        ) from error
+    finally:
+        ended_early.set()
+        pool.shutdown(cancel_futures=True)
 
 
-_DONE: Any = None
-"""In a worker: how many updates all workers have done."""
+_SHARED: Any = None
+"""In a worker: how many updates all workers have done, and whether nobody waits for more."""
 
 
-def _begin_worker(done: Any) -> None:
-    global _DONE
-    _DONE = done
+def _begin_worker(done: Any, ended_early: Any) -> None:
+    global _SHARED
+    _SHARED = done, ended_early
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C reaches workers too; none takes another seed
     torch.set_num_threads(1)
 
 
 def _count_update() -> None:
+    done, ended_early = _SHARED
     started_by = parent_process()
-    if started_by is not None and not started_by.is_alive():
+    if ended_early.is_set() or (started_by is not None and not started_by.is_alive()):
         os._exit(1)  # nobody would write what is found
-    with _DONE.get_lock():
-        _DONE.value += 1
+    with done.get_lock():
+        done.value += 1
 
 
 def _name(arm: str, seed: int) -> str:
     return f"{arm}/seed={seed}"
 
 
-def _begun(settings: Curves, out: Path) -> Record | None:
+def _begun(settings: Curves, out: Path) -> dict[str, Cell]:
+    """Cells that were run before, by name."""
     path = out / "record.json"
     if not path.exists():
-        return None
-    found = Record.read(path)
-    return found if found.kind == "curves" and found.settings == plain(asdict(settings)) else None
+        return {}
+    found, wanted = Record.read(path), plain(asdict(settings))
+    free = ("seeds", "workers")
+    other = [k for k in wanted if k not in free and (k not in found.settings or found.settings[k] != wanted[k])]
+    if found.kind != "curves" or other:
+        told = f"curves with {other[0]} {found.settings.get(other[0])!r}" if found.kind == "curves" else found.kind
+        raise ValueError(f"out: {path} is a record of {told}; choose another folder")
+    return {cell.name: cell for cell in found.cells if cell.status != "skipped"}
 
 
 def _run_seed(settings: Curves, chosen: dict[str, PlanSettings], seed: int, count: Callable[[], object]) -> list[Cell]:
@@ -223,10 +250,10 @@ def _run_seed(settings: Curves, chosen: dict[str, PlanSettings], seed: int, coun
     cells, trainers = {}, {}
     for arm, estimator in chosen.items():
         cells[arm] = Cell(_name(arm, seed), settings={"arm": arm, "seed": seed, "plan": plain(asdict(estimator))})
-        trainers[arm] = GRPOTrainer(settings.config(estimator, seed))
+        with _recorded(cells[arm]):
+            trainers[arm] = GRPOTrainer(settings.config(estimator, seed))
+            _evaluate(cells[arm], trainers[arm])
     order = generator_for(seed, "arm order")
-    for arm, trainer in trainers.items():
-        _evaluate(cells[arm], trainer)
     for update in range(max(map(settings.last_update, chosen))):
         for place in torch.randperm(len(chosen), generator=order).tolist():
             arm = list(chosen)[place]
@@ -238,11 +265,15 @@ def _run_seed(settings: Curves, chosen: dict[str, PlanSettings], seed: int, coun
 
 
 def _advance(cell: Cell, trainer: GRPOTrainer, settings: Curves) -> None:
-    try:
-        metrics = trainer.step()
-    except (ValueError, RuntimeError, ArithmeticError) as error:
-        _fail(cell, error)
-        return
+    with _recorded(cell):
+        _step(cell, trainer)
+        due = trainer.update % settings.eval_every == 0
+        if due or trainer.update in (settings.updates, settings.last_update(cell.settings["arm"])):
+            _evaluate(cell, trainer)
+
+
+def _step(cell: Cell, trainer: GRPOTrainer) -> None:
+    metrics = trainer.step()
     update = sum(metrics.seconds[stage] for stage in ("forward", "upstream", "backward", "optimizer"))
     seen = {
         "reward": metrics.reward_mean,
@@ -255,16 +286,15 @@ def _advance(cell: Cell, trainer: GRPOTrainer, settings: Curves) -> None:
     if not metrics.skipped:
         cell.values["passes"] = metrics.passes
     cell.values["skipped"] = trainer.skipped
-    due = trainer.update % settings.eval_every == 0
-    if due or trainer.update in (settings.updates, settings.last_update(cell.settings["arm"])):
-        try:
-            _evaluate(cell, trainer)
-        except (ValueError, RuntimeError, ArithmeticError) as error:
-            _fail(cell, error)
 
 
-def _fail(cell: Cell, error: Exception) -> None:
-    cell.status, cell.reason = "failed", f"{type(error).__name__}: {error}"
+@contextmanager
+def _recorded(cell: Cell) -> Iterator[None]:
+    """What fails in the body is recorded in the cell; other arms and seeds go on."""
+    try:
+        yield
+    except (ValueError, RuntimeError, ArithmeticError, OSError) as error:
+        cell.status, cell.reason = "failed", f"{type(error).__name__}: {error}"
 
 
 def _evaluate(cell: Cell, trainer: GRPOTrainer) -> None:

@@ -33,7 +33,7 @@ def make_figures(record: Record, frames: dict[str, pd.DataFrame]) -> dict[str, F
         made["knots"] = figures.knot_placement(frames["knots"], record.schedule)
     if len(frames["blocks"]):
         made["blocks"] = figures.block_heat_map(frames["blocks"])
-    if len(frames.get("signal", ())):
+    if len(frames.get("signal", ())) and frames["signal"]["loss"].notna().any():
         made["signal_cost"] = signal_figures.signal_per_cost(frames["signal"], record.settings["update_samples"])
     if len(frames.get("by_batch", ())):
         made["signal_batch"] = signal_figures.loss_by_batch(frames["by_batch"], record.settings["max_signal_loss"])

@@ -136,7 +136,8 @@ def time_groups(settings: Reproduce, out: Path) -> None:
                 command += ["--guidance", str(settings.recipe.guidance)]
             if settings.backbone_options:
                 command += ["--backbone-options", *settings.backbone_options]
-        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
+        # the child has the folder's lock too: if this process is killed, no other run begins before the child's end
+        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False, close_fds=False)
         if not target.exists():
             cells = [Cell("speed", "failed", f"python -m bench group ended with exit code {done.returncode}")]
             Record("group-speed", command_line(), name, {}, {}, cells=cells).write(target)

@@ -9,7 +9,8 @@ from analysis.collect import SpaceName
 from analysis.spaces import DIMENSION
 from analysis.workload import Recipe
 from jagg_core.backbones import read_options
-from jagg_core.checks import require_at_least
+from jagg_core.checks import require_at_least, require_one_of
+from jagg_core.grpo import PRESETS
 from jagg_core.plan import groups_of, routed_groups
 from jagg_core.rewards import check_reward
 
@@ -36,6 +37,8 @@ class Study:
             and 1 on a GPU. Numbers depend on it in rounding only.
         space: whole gradients ("exact") or random projections of them ("projected"); "auto" takes what fits memory.
         dimension: of the projections.
+        preset: of the trainer whose rollouts these are (dancegrpo, flow-grpo, flow-grpo-fast, mixgrpo); flags given
+            beside it come first. None: those of the other flags.
 
     Raises:
         ValueError: a setting out of range; raised before any model is loaded.
@@ -57,6 +60,7 @@ class Study:
     workers: int = 0
     space: SpaceName = "auto"
     dimension: int = DIMENSION
+    preset: str = ""
     recipe: Recipe = field(default_factory=Recipe)
 
     def __post_init__(self) -> None:
@@ -67,7 +71,9 @@ class Study:
             if not counts or min(counts) < low:
                 raise ValueError(f"{name} must be numbers of at least {low}, found {list(counts)}")
         require_at_least(self, workers=0, dimension=1)
-        if not self.etas or any(not 0 < eta < math.inf for eta in self.etas) or len(set(self.etas)) != len(self.etas):
+        require_one_of("preset", self.preset, ("", *sorted(PRESETS)))
+        told = {f"{eta:g}" for eta in self.etas}  # as cells are named
+        if not self.etas or any(not 0 < eta < math.inf for eta in self.etas) or len(told) != len(self.etas):
             raise ValueError(f"etas must be positive and different, at least one, found {list(self.etas)}")
         for eta in self.etas:
             self.recipe.kernel(eta)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
@@ -54,6 +55,8 @@ class Recipe:
         check_schedule(self.schedule, self.steps, self.shift)
         require_one_of("transition", self.transition, tuple(TRANSITIONS))
         require_one_of("timestep_mode", self.timestep_mode, TimestepMode)
+        if self.guidance is not None and not math.isfinite(self.guidance):
+            raise ValueError(f"guidance must be finite, found {self.guidance}")
 
     @property
     def batch(self) -> int:

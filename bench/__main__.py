@@ -270,6 +270,8 @@ def main(argv: list[str] | None = None) -> None:
         top.error(f"{error}: pip install 'jagg-core[bench]'")
     except (ValueError, OSError) as error:
         top.error(str(error))
+    except KeyboardInterrupt:
+        top.exit(130, f"\n{top.prog}: interrupted; what was written stays\n")
     if failed:
         top.exit(1, "\n".join([title, *failed, ""]))
 

@@ -238,6 +238,8 @@ def main(argv: list[str] | None = None) -> None:
         top.exit(2, f"{top.prog}: error: {error}: pip install 'jagg-core[pretrained,train,rewards]'\n")
     except (ValueError, OSError, FloatingPointError, torch.cuda.OutOfMemoryError) as error:
         top.exit(2, f"{top.prog}: error: {error}\n")
+    except KeyboardInterrupt:
+        top.exit(130, f"\n{top.prog}: interrupted\n")
     if failed:
         top.exit(1, f"{top.prog}: checks failed: {failed}\n")
 

@@ -46,7 +46,7 @@ def described(settings: type[Any]) -> dict[str, str]:
     for kind in reversed(settings.__mro__[:-1]):
         for attribute in parse(getdoc(kind) or "").params:
             text = " ".join((attribute.description or "").split()).rstrip(".")
-            found[attribute.arg_name] = text.replace("%", "%%")
+            found[attribute.arg_name] = text.replace("%", "%%").replace("`", "")
     return found
 
 

@@ -152,11 +152,12 @@ class Plan:
         if str(passes) not in plans[family]:
             raise ValueError(f"passes must be one of {sorted(map(int, plans[family]))}, found {passes}")
         if trajectory is not None:
-            trajectory.require(sigmas=sigmas, signature=made_with["signature"])
+            trajectory.require(sigmas=sigmas)
+            theirs = {**made_with["signature"], **made_with}
             ours = {"transition": repr(trajectory.transition), "timestep_mode": trajectory.timestep_mode}
-            for key, found in ours.items():
-                if found != made_with[key]:
-                    raise ReplayMismatch(f"{key}: calibrated with {made_with[key]}, the rollout used {found}")
+            for key, found in (trajectory.signature | ours).items():
+                if found != theirs.get(key, found):
+                    raise ReplayMismatch(f"{key}: calibrated with {theirs[key]}, the rollout used {found}")
         knots = plans[family][str(passes)]
         return causal_plan(sigmas, knots, predict) if family == "causal" else spline_plan(sigmas, knots)
 

@@ -105,9 +105,25 @@ class Record:
             raise RecordError(f"{path}: schema_version must be {SCHEMA_VERSION}, found {found}")
         try:
             cells = [Cell(**cell) for cell in data.pop("cells")]
-            return cls(cells=cells, **data)
+            found = cls(cells=cells, **data)
+            for cell in cells:
+                _check_types(cell)
         except (TypeError, KeyError) as error:
             raise RecordError(f"{path}: not a record of schema {SCHEMA_VERSION}: {error}") from error
+        names = [cell.name for cell in cells]
+        if len(set(names)) != len(names) or not isinstance(found.environment, dict):
+            raise RecordError(f"{path}: cell names must be unique and the environment an object")
+        return found
+
+
+def _check_types(cell: Cell) -> None:
+    """Raise TypeError unless samples are lists of numbers, and settings and values objects."""
+    for name in ("settings", "samples", "values"):
+        if not isinstance(getattr(cell, name), dict):
+            raise TypeError(f"{name} of cell {cell.name!r} must be an object, found {getattr(cell, name)!r}")
+    for name, taken in cell.samples.items():
+        if not isinstance(taken, list) or not all(t is None or isinstance(t, (int, float)) for t in taken):
+            raise TypeError(f"samples {name!r} of cell {cell.name!r} must be a list of numbers")
 
 
 def plain(value: Any) -> Any:
@@ -183,6 +199,7 @@ def only_run_in(folder: Path) -> Iterator[None]:
             ) from None
         except OSError:  # a file system without locks
             pass
+        os.set_inheritable(file.fileno(), True)  # a child with close_fds=False holds it too, also after its parent
         yield
 
 

@@ -444,3 +444,45 @@ def test_clocks_that_nobody_tells(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_command_line_has_no_path_of_the_program(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", [str(Path("/", "somewhere", "analysis", "__main__.py")), "report", "results/a"])
     assert command_line() == ["python", "-m", "analysis", "report", "results/a"]
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "message"),
+    [
+        ("samples", None, "samples of cell 'a' must be an object"),
+        ("samples", {"total_s": 5}, "samples 'total_s' of cell 'a' must be a list of numbers"),
+        ("samples", {"total_s": ["1"]}, "samples 'total_s' of cell 'a' must be a list of numbers"),
+        ("values", [], "values of cell 'a' must be an object"),
+    ],
+)
+def test_a_cell_of_other_types_is_damaged(place: str, value: object, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "record.json"
+    Record("group", [], "digits-flux", {}, {}, cells=[Cell("a")]).write(path)
+    data = json.loads(path.read_text())
+    data["cells"][0][place] = value
+    path.write_text(json.dumps(data))
+    with pytest.raises(RecordError, match=message):
+        Record.read(path)
+
+
+def test_two_cells_of_a_name_are_damaged(tmp_path: Path) -> None:
+    path = tmp_path / "record.json"
+    Record("group", [], "digits-flux", {}, {}, cells=[Cell("a")]).write(path)
+    data = json.loads(path.read_text())
+    data["cells"] *= 2
+    path.write_text(json.dumps(data))
+    with pytest.raises(RecordError, match="cell names must be unique"):
+        Record.read(path)
+
+
+def test_a_child_holds_the_folder_after_its_parent(tmp_path: Path) -> None:
+    """As the timing that a killed main job leaves behind, which would write into the next run's folder."""
+    with only_run_in(tmp_path):
+        child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, close_fds=False)
+    try:
+        with pytest.raises(ValueError, match="another run is at work"), only_run_in(tmp_path):
+            pass
+    finally:
+        child.communicate(b"\n")
+    with only_run_in(tmp_path):
+        pass

@@ -76,6 +76,9 @@ def main(argv: Sequence[str]) -> None:
             )
     except (TrainingStopped, RankFailed) as error:
         sys.exit(f"python -m jagg_core train: stopped: {error}")
+    except KeyboardInterrupt:
+        print("\npython -m jagg_core train: interrupted; --resume goes on after the newest checkpoint", file=sys.stderr)
+        sys.exit(130)
     except ImportError as error:
         extras = "grpo,pretrained,rewards"
         print(f"python -m jagg_core train: error: {error}: pip install 'jagg-core[{extras}]'", file=sys.stderr)

@@ -98,7 +98,10 @@ class GRPOConfig:
             if not isinstance(made_with, dict) or name not in made_with:
                 raise RecordError(f"calibration: {self.plan.calibration} has no {name}")
             if made_with[name] != ours:
-                raise ValueError(f"{name}: calibrated with {made_with[name]}, this run has {ours}")
+                raise ValueError(
+                    f"{name}: calibrated with {made_with[name]}, this run has {ours}: calibrate with the same "
+                    f"(python -m analysis calibrate --help), or set rollout.{name} and rollout.eta"
+                )
 
     def _check_graphs(self) -> None:
         given = self.optimizer

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, replace
@@ -15,7 +16,7 @@ from jagg_core.distributed import on_first_rank, rank, ranks
 from jagg_core.grpo import checkpoint
 from jagg_core.grpo.config import GRPOConfig
 from jagg_core.grpo.learner import Learner
-from jagg_core.grpo.log import Log
+from jagg_core.grpo.log import Log, read_rows
 from jagg_core.grpo.metrics import Metrics
 from jagg_core.grpo.trainer import GRPOTrainer, TrainingStopped
 from jagg_core.records import environment, only_run_in, plain, read_json, write_json
@@ -78,6 +79,8 @@ def _begun(config: GRPOConfig, folder: Path, resume: bool, warm_start: Path | No
         reason = checkpoint.why_damaged(warm_start)
         if reason is not None:
             raise ValueError(f"warm_start must be a checkpoint, such as RUN/checkpoints/update-00000020: {reason}")
+    if resume and start is None and read_rows(folder / "metrics.csv") and rank() == 0:
+        warnings.warn(f"resume: {folder} holds no checkpoint, so the run begins anew", stacklevel=3)
     trainer = GRPOTrainer(config)
     if start is not None:
         read(trainer, start)
@@ -94,30 +97,30 @@ def _go_on(
     progress: Callable[[Metrics], None] | None,
 ) -> None:
     """Make the updates that are left."""
-    config = trainer.config
+    config, device = trainer.config, trainer.learner.backbone.device
     while trainer.update < config.run.updates:
         every = config.plan.recalibrate_every
         if every and trainer.update and trainer.update % every == 0:
             found = trainer.recalibrate()
-            if logs:
-                logs["recalibration"].add({"update": trainer.update, **found})
+            _add(logs, "recalibration", {"update": trainer.update, **found}, device)
         try:
             metrics = trainer.step()
         except TrainingStopped as stopped:
-            if logs:
-                logs["metrics"].add(stopped.metrics.row())
+            _add(logs, "metrics", stopped.metrics.row(), device)
             raise
-        if logs:
-            logs["metrics"].add(metrics.row())
+        _add(logs, "metrics", metrics.row(), device)
         if config.run.eval_every and trainer.update % config.run.eval_every == 0:
-            evaluated = trainer.evaluate()
-            if logs:
-                logs["evaluation"].add({"update": trainer.update, **evaluated})
+            _add(logs, "evaluation", {"update": trainer.update, **trainer.evaluate()}, device)
         every = config.run.checkpoint_every
         if trainer.update == config.run.updates or (every and trainer.update % every == 0):
             write(trainer, checkpoints)
         if progress is not None:
             progress(metrics)
+
+
+def _add(logs: Mapping[str, Log], name: str, row: Mapping[str, Any], device: torch.device) -> None:
+    """Log a row on the first rank; where that fails, as on a full disk, the run ends on all."""
+    on_first_rank(lambda: logs[name].add(row), device)
 
 
 def write(trainer: GRPOTrainer, folder: Path) -> Path:

@@ -182,9 +182,12 @@ class PlanSettings:
         knots: for causal and spline, instead of a calibration.
         predict: causal with predicted knots.
         calibration: a calibration-*.json that fits this run's rollouts.
-        upstream: see `jagg_core.accumulate_gradients`.
-        backward: see there.
-        partly_clipped: see there.
+        upstream: gradients of the loss in the velocity: by autograd from a forward of every step, in closed form on
+            policy, or interpolated from the knots off policy; auto is the closed form on policy, else autograd.
+        backward: one call for all graphs of a group (joint), knots in one pass (batched), or one after the other; auto
+            batches knots while a pass is small.
+        partly_clipped: under autograd, samples of which some steps of a group are clipped and some not are made exact
+            there, or approximated all the same (keep).
         keep_graphs: the rollout keeps its graphs at the knots until the rewards are known, so that the update makes no
             forward. Memory for all micro-batches is estimated before the first one, and refused if it does not fit.
         recalibrate_every: updates after which the knots of causal are searched anew, for the policy as it is then;

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,9 +23,10 @@ from jagg_core.grpo.settings import TRANSITIONS, precision
 from jagg_core.imports import import_object
 from jagg_core.objective import group_advantages, groups_without_signal
 from jagg_core.policy import VelocityPolicy
+from jagg_core.records import read_json
 from jagg_core.rewards import Reward, RewardNotFinite, load_reward, options_of, score
 from jagg_core.seeding import derive_seed, initial_latents
-from jagg_core.trajectory import Trajectory, rollout, sample_ode
+from jagg_core.trajectory import Trajectory, policy_signature, rollout, sample_ode
 
 
 @dataclass(frozen=True)
@@ -101,7 +103,11 @@ class GRPOTrainer:
         return load_reward(name, dataset=backbone.dataset, device=self.config.model.device, options=options)
 
     def _check_calibration(self) -> None:
-        """Refuse one of another schedule before the first rollout; the first update checks the rest."""
+        """Refuse one of another schedule, backbone or guidance before the first rollout."""
+        theirs = read_json(Path(self.plan.calibration)).get("signature", {})
+        for name, ours in policy_signature(self.learner.policy(self.learner.backbone.prompts[:1])).items():
+            if ours != theirs.get(name, ours):
+                raise ValueError(f"{name}: calibrated with {theirs[name]}, this run has {ours}")
         sigmas, steps = make_plan(self.plan, self.sigmas[:-2], 0).sigmas, self.sigmas[:-2]
         if sigmas is None or sigmas.shape != steps.shape or not torch.allclose(sigmas, steps, atol=1e-6, rtol=0):
             found = "another" if sigmas is None else f"{len(sigmas)} trained steps, {sigmas[0]:.4g} to {sigmas[-1]:.4g}"

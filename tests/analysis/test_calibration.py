@@ -225,6 +225,20 @@ def test_the_lines_to_paste_run_where_the_calibration_was_made() -> None:
     assert (model.device, model.dtype) == ("cuda", "bfloat16")
 
 
+def test_lines_of_a_preset_train_by_that_preset() -> None:
+    """With all else that the preset sets, such as its learning rate."""
+    record = Record.read(REFERENCE / "photos-flux-calibration" / "record.json")
+    file = REFERENCE / "photos-flux-calibration" / "calibration-eta0.7.json"
+    record.settings["preset"] = "flow-grpo"
+    argv = shlex.split(lines_to_paste(record, 0.7, json.loads(file.read_text())["recommended"], file)[1])[4:]
+    assert argv[:2] == ["--preset", "flow-grpo"]
+    by_preset = configure(argv)[1]
+    plain = configure([*argv[2:]])[1]
+    assert by_preset.optimizer != plain.optimizer
+    assert by_preset.rollout.transition == "dance"  # as in this record, not the preset's own
+    assert (by_preset.rollout.steps, by_preset.rollout.trained) == (21, "all")
+
+
 def test_what_recommends_no_plan_has_no_lines(record: Record) -> None:
     changed = replace(record, settings=record.settings | {"recipe": {"steps": 10, "shift": 3.0, "guidance": None}})
     changed.settings["reward"] = "ink"

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import math
+import os
+import signal
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from torch import Tensor
 
 from analysis.curve_page import sentences
 from analysis.curve_tables import all_tables, arms, held_out, reached, speed_ups, training, verdict, watched
@@ -66,6 +69,39 @@ def test_seeds_side_by_side(made: tuple[Record, Path], tmp_path: Path, capsys: p
     for ours, theirs in zip(found.cells, made[0].cells, strict=True):
         assert ours.name == theirs.name
         assert ours.samples["reward"] == pytest.approx(theirs.samples["reward"], rel=1e-4)
+
+
+def test_finished_seeds_serve_a_run_of_more(made: tuple[Record, Path], tmp_path: Path) -> None:
+    made[0].write(tmp_path / "record.json")
+    with pytest.raises(ValueError, match=r"is a record of curves with updates 2; choose another folder"):
+        run(replace(SMALL, updates=3), tmp_path)
+    with pytest.raises(ValueError, match=r"seeds: .* holds \['exact/seed=1', 'paper-1.0/seed=1'\] too"):
+        run(replace(SMALL, seeds=1), tmp_path)
+    assert Record.read(tmp_path / "record.json").cells == made[0].cells
+    found = run(replace(SMALL, seeds=3), tmp_path)
+    assert found.cells[:4] == made[0].cells
+    assert [cell.status for cell in found.cells] == ["ok"] * 6
+
+
+def fails_at_first(images: Tensor, prompts: list[str]) -> Tensor:
+    raise ValueError("no reward today")
+
+
+def dies(images: Tensor, prompts: list[str]) -> Tensor:
+    os.kill(os.getpid(), signal.SIGKILL)
+    return images
+
+
+def test_what_fails_before_the_first_update_is_recorded(tmp_path: Path) -> None:
+    found = run(replace(SMALL, reward=f"{__name__}:fails_at_first", seeds=2, watched=()), tmp_path)
+    assert {(cell.status, cell.reason) for cell in found.cells} == {("failed", "ValueError: no reward today")}
+    assert Record.read(tmp_path / "record.json").cells == found.cells
+
+
+def test_a_killed_worker_ends_the_run_with_a_message(tmp_path: Path) -> None:
+    settings = replace(SMALL, reward=f"{__name__}:dies", workers=2, watched=())
+    with pytest.raises(MemoryError, match=r"was killed, perhaps for memory: try fewer than 2 workers"):
+        run(settings, tmp_path)
 
 
 def test_its_page_can_be_made(made: tuple[Record, Path]) -> None:

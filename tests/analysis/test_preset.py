@@ -125,7 +125,7 @@ def test_flags_come_before_a_preset_and_a_preset_before_quick() -> None:
     assert found.calibration_batches == (1,)
     found = settings("--preset", PRESET, "--etas", "0.5", "--steps", "9", "--timestep-mode", "round", "--reward", "ink")
     recipe = Recipe(steps=9, timestep_mode="round")
-    assert found == Calibrate(etas=(0.5,), reward="ink", recipe=recipe)
+    assert found == Calibrate(etas=(0.5,), reward="ink", recipe=recipe, preset=PRESET)
     assert settings("--preset", "flow-grpo", "--backbone", "flux-dev", "--guidance", "1").recipe.guidance == 1
 
 

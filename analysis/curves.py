@@ -19,6 +19,7 @@ from tqdm import tqdm
 
 from jagg_core.backbones import read_options
 from jagg_core.checks import require_at_least, require_one_of
+from jagg_core.environment import command_line
 from jagg_core.grpo import GRPOConfig, GRPOTrainer
 from jagg_core.grpo.settings import (
     AdvantageSettings,
@@ -29,7 +30,7 @@ from jagg_core.grpo.settings import (
     RolloutSettings,
     RunSettings,
 )
-from jagg_core.records import Cell, Record, command_line, plain
+from jagg_core.records import Cell, Record, plain
 from jagg_core.seeding import generator_for
 
 NOT_REACHED = "the run ended before this cell"

@@ -27,9 +27,10 @@ from analysis.study import Study
 from analysis.workload import Batch, Recipe, check_prompts, make_batch, rollout_seed
 from jagg_core import ClippedSurrogate, Plan, exact_plan
 from jagg_core.backbones import load_backbone
+from jagg_core.environment import command_line, environment
 from jagg_core.images import image_grid, png_bytes
 from jagg_core.plan import groups_of
-from jagg_core.records import Record, command_line, environment, recorded, write_atomically
+from jagg_core.records import Record, recorded, write_atomically
 from jagg_core.rewards import load_reward, reward_versions
 from jagg_core.seeding import derive_seed
 from jagg_core.trajectory import policy_signature, weights_version

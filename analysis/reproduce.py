@@ -16,7 +16,8 @@ from analysis.job import Job
 from analysis.study import Study
 from jagg_core.backbones import check_backbone_name
 from jagg_core.checks import require_at_least
-from jagg_core.records import Cell, Record, command_line, recorded
+from jagg_core.environment import command_line
+from jagg_core.records import Cell, Record, recorded
 
 PAST, FUTURE = 10, 4
 """Reach of the tables' pairs: enough for what is compared here, at half the price of all."""

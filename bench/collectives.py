@@ -22,7 +22,8 @@ from bench.layouts import Layout
 from bench.progress import Say
 from jagg_core.backbones import read_options
 from jagg_core.checks import require_at_least, require_one_of
-from jagg_core.records import Cell, Record, command_line
+from jagg_core.environment import command_line
+from jagg_core.records import Cell, Record
 
 
 @dataclass(frozen=True)

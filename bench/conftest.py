@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from bench.cells.grid import GRID, Grid, read_grid
-from jagg_core.records import environment, plain
+from jagg_core.environment import environment
+from jagg_core.records import plain
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

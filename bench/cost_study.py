@@ -9,7 +9,8 @@ from bench.cost import Machine, Update, as_values, check_ranks, predict
 from bench.fit import fit
 from bench.work import count_work, is_published
 from jagg_core.backbones import read_options
-from jagg_core.records import Cell, Record, command_line
+from jagg_core.environment import command_line
+from jagg_core.records import Cell, Record
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,9 @@ from bench.rounds import time_in_rounds
 from jagg_core import ClippedSurrogate, DanceSDE, Plan, Trajectory, VelocityPolicy, initial_latents, rollout
 from jagg_core.backbones import Backbone, ScheduleName, check_schedule, load_backbone, read_options, schedule_of
 from jagg_core.checks import require_at_least, require_one_of
+from jagg_core.environment import command_line, environment
 from jagg_core.objective import upstream_closed_form
-from jagg_core.records import Cell, Record, command_line, environment, recorded
+from jagg_core.records import Cell, Record, recorded
 from jagg_core.seeding import derive_seed, generator_for
 
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 5e-2}

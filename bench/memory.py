@@ -21,7 +21,8 @@ from bench.arms import arms_for, run_arm
 from bench.children import run_children
 from bench.group import GroupBench, load_group
 from bench.progress import Say
-from jagg_core.records import Cell, Record, command_line, read_json, write_json
+from jagg_core.environment import command_line
+from jagg_core.records import Cell, Record, read_json, write_json
 
 REPEATS = {"cuda": 3, "cpu": 1}
 """Measured runs of an arm. Where tensors alive are counted, as on a CPU, every run gives the same."""

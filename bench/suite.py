@@ -23,7 +23,8 @@ from bench.update import UpdateBench, run_update_bench, speed_ups
 from bench.work import is_published
 from jagg_core.backbones import list_backbones
 from jagg_core.backbones.registry import TRAINED
-from jagg_core.records import Cell, Record, command_line, write_atomically
+from jagg_core.environment import command_line
+from jagg_core.records import Cell, Record, write_atomically
 
 Settings = GroupBench | CollectiveBench
 Kind = Literal["group", "update", "memory", "collectives"]

@@ -8,16 +8,14 @@ from __future__ import annotations
 import json
 import math
 import os
-import platform
-import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Literal, get_args
+
+from jagg_core.environment import environment
 
 SCHEMA_VERSION = 1
 
@@ -66,7 +64,7 @@ class Record:
     settings: dict[str, Any]
     seeds: dict[str, list[int]]
     schedule: list[float] = field(default_factory=list)
-    environment: dict[str, Any] = field(default_factory=lambda: environment())
+    environment: dict[str, Any] = field(default_factory=environment)
     cells: list[Cell] = field(default_factory=list)
     schema_version: int = SCHEMA_VERSION
 
@@ -261,81 +259,3 @@ def recorded(cells: list[Cell], name: str, **settings: Any) -> Iterator[Cell]:
         cell.status, cell.reason = "failed", f"{type(error).__name__}: {error}"
         cell.samples, cell.values = {}, {}
     cells.append(cell)
-
-
-def environment() -> dict[str, Any]:
-    """Where a run happens: versions, threads, devices, processor, clocks and load of this moment, commit."""
-    import torch
-
-    packages: dict[str, str | None] = {}
-    for package in ("torch", "diffusers", "numpy", "jagg-core"):
-        try:
-            packages[package] = version(package)
-        except PackageNotFoundError:
-            packages[package] = None
-    devices = range(torch.cuda.device_count())
-    mhz = [float(value) for value in _cpuinfo("cpu MHz")]
-    return {
-        "python": platform.python_version(),
-        "packages": packages,
-        "platform": platform.platform(),
-        "processor": _processor(),
-        "cores": os.cpu_count(),
-        "threads": torch.get_num_threads(),
-        "cpu_mhz": sum(mhz) / len(mhz) if mhz else None,
-        "load_average": os.getloadavg()[0] if hasattr(os, "getloadavg") else None,
-        "cuda_devices": [torch.cuda.get_device_name(i) for i in devices],
-        "cuda_bytes": [torch.cuda.get_device_properties(i).total_memory for i in devices],
-        "cuda_mhz": [_cuda_mhz(i) for i in devices],
-        **git_state(Path(__file__).resolve().parent.parent),
-    }
-
-
-def _processor() -> str:
-    return next(iter(_cpuinfo("model name")), platform.processor() or platform.machine())
-
-
-def _cpuinfo(name: str) -> list[str]:
-    """A field of every core, where the system has ``/proc/cpuinfo``."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return []
-    return [line.split(":", 1)[1].strip() for line in lines if line.startswith(name)]
-
-
-def _cuda_mhz(index: int) -> float | None:
-    """Clock of the multiprocessors; None without the driver's library, which torch asks."""
-    import torch
-
-    try:
-        return float(torch.cuda.clock_rate(index))
-    except Exception:  # the library's own exceptions cannot be named without it
-        return None
-
-
-def git_state(checkout: Path) -> dict[str, Any]:
-    """``commit`` of the checkout, and whether files differ from it (``dirty``); both None outside one.
-
-    Files in ``results/`` do not count: they are what runs leave, and a run that is made anew replaces its own.
-    """
-
-    def git(*arguments: str) -> str:
-        command = ["git", "-C", str(checkout), *arguments]
-        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
-
-    try:
-        # an installed package may lie inside somebody else's repository
-        if Path(git("rev-parse", "--show-toplevel")).resolve() != checkout.resolve():
-            return {"commit": None, "dirty": None}
-        changed = git("status", "--porcelain", "--untracked-files=no", "--", ".", ":(exclude)results")
-        return {"commit": git("rev-parse", "HEAD"), "dirty": bool(changed)}
-    except (OSError, subprocess.SubprocessError):
-        return {"commit": None, "dirty": None}
-
-
-def command_line() -> list[str]:
-    """The command that is running, free of this machine's paths."""
-    name = Path(sys.argv[0])
-    module = name.parent.name if name.name == "__main__.py" else name.name
-    return ["python", "-m", module, *sys.argv[1:]]

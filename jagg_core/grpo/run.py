@@ -13,13 +13,14 @@ import torch
 from safetensors.torch import save_file
 
 from jagg_core.distributed import on_first_rank, rank, ranks
+from jagg_core.environment import environment
 from jagg_core.grpo import checkpoint
 from jagg_core.grpo.config import GRPOConfig
 from jagg_core.grpo.learner import Learner
 from jagg_core.grpo.log import Log, read_rows
 from jagg_core.grpo.metrics import Metrics
 from jagg_core.grpo.trainer import GRPOTrainer, TrainingStopped
-from jagg_core.records import environment, only_run_in, plain, read_json, write_json
+from jagg_core.records import only_run_in, plain, read_json, write_json
 from jagg_core.rewards import reward_versions
 
 FREE = {

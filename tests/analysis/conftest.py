@@ -14,9 +14,9 @@ from jagg_core import (
     Trajectory,
     causal_plan,
     endpoint_plan,
+    environment,
     exact_plan,
     jagg_plan,
-    records,
     spline_plan,
     subsample_plan,
 )
@@ -54,9 +54,9 @@ def one_thread() -> Iterator[None]:
 @pytest.fixture(autouse=True, scope="package")
 def one_commit() -> Iterator[None]:
     """Records that are compared byte by byte name the same commit, whoever edits the checkout meanwhile."""
-    found = records.git_state(Path(__file__).parents[2])
+    found = environment.git_state(Path(__file__).parents[2])
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(records, "git_state", lambda checkout: found)
+        patch.setattr(environment, "git_state", lambda checkout: found)
         yield
 
 

@@ -52,7 +52,6 @@ NUMBER, COUNT, TEXT, TRUTH = (
 )
 NUMBERS, COUNTS = ("a list of numbers", _list_of(_is_number)), ("a list of integers", _list_of(_is(int)))
 TEXTS, MAPPING = ("a list of texts", _list_of(_is(str))), ("an object", _is(dict))
-SAMPLES = ("a list of numbers and nulls", _list_of(lambda value: value is None or _is_number(value)))
 
 FAMILY = (f"one of {sorted(STYLES)}", lambda value: isinstance(value, str) and value in STYLES)
 
@@ -67,9 +66,6 @@ PARTS: Expected = {
     "environment": MAPPING,
 }
 """Of a record."""
-
-CELL_PARTS: Expected = {"name": TEXT, "settings": MAPPING, "samples": MAPPING, "values": MAPPING}
-"""Of a cell."""
 
 SETTINGS: Expected = {
     **dict.fromkeys(("eta", "threshold", "min_cosine", "max_signal_loss", "longer"), NUMBER),
@@ -103,9 +99,7 @@ def read_record(path: Path) -> Record:
         setattr(record, name, Fields(getattr(record, name), f"{path}: {name}"))
     for cell in record.cells:
         where = f"{path}: cell {cell.name!r}, "
-        _check(CELL_PARTS, vars(cell), where)
         _check(CELL_SETTINGS, cell.settings, f"{where}settings.")
-        _check(dict.fromkeys(cell.samples, SAMPLES), cell.samples, f"{where}samples.")
         for name in ("settings", "samples", "values"):
             setattr(cell, name, Fields(getattr(cell, name), f"{where}{name}"))
     return record

@@ -115,13 +115,15 @@ class Record:
 
 
 def _check_types(cell: Cell) -> None:
-    """Raise TypeError unless samples are lists of numbers, and settings and values objects."""
+    """Raise TypeError unless samples are lists of numbers and nulls, and settings and values objects."""
+    if not isinstance(cell.name, str):
+        raise TypeError(f"name of a cell must be text, found {cell.name!r}")
     for name in ("settings", "samples", "values"):
         if not isinstance(getattr(cell, name), dict):
             raise TypeError(f"{name} of cell {cell.name!r} must be an object, found {getattr(cell, name)!r}")
     for name, taken in cell.samples.items():
-        if not isinstance(taken, list) or not all(t is None or isinstance(t, (int, float)) for t in taken):
-            raise TypeError(f"samples {name!r} of cell {cell.name!r} must be a list of numbers")
+        if not isinstance(taken, list) or not all(t is None or type(t) in (int, float) for t in taken):
+            raise TypeError(f"samples.{name} of cell {cell.name!r} must be a list of numbers and nulls")
 
 
 def plain(value: Any) -> Any:

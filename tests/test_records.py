@@ -364,8 +364,9 @@ def test_what_is_unknown_is_refused_by_type(value: object, tmp_path: Path) -> No
     ("place", "value", "message"),
     [
         ("samples", None, "samples of cell 'a' must be an object"),
-        ("samples", {"total_s": 5}, "samples 'total_s' of cell 'a' must be a list of numbers"),
-        ("samples", {"total_s": ["1"]}, "samples 'total_s' of cell 'a' must be a list of numbers"),
+        ("samples", {"total_s": 5}, r"samples\.total_s of cell 'a' must be a list of numbers and nulls"),
+        ("samples", {"total_s": ["1"]}, r"samples\.total_s of cell 'a' must be a list of numbers and nulls"),
+        ("name", 3, "name of a cell must be text, found 3"),
         ("values", [], "values of cell 'a' must be an object"),
     ],
 )

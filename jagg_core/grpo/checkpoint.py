@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
 from jagg_core.distributed import barrier, rank
@@ -32,6 +31,8 @@ def save(folder: Path, update: int, tensors: Mapping[str, Tensor], state: Mappin
 
     Called on every rank; ``tensors`` may be sharded, ``state`` is the first rank's.
     """
+    import torch.distributed.checkpoint as dcp  # here and below, as it takes a second
+
     final, partial = folder / _name(update), folder / f".partial-{_name(update)}"
     if rank() == 0:
         shutil.rmtree(partial, ignore_errors=True)
@@ -99,6 +100,8 @@ def load_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
     Raises:
         ValueError: the checkpoint lacks one of them, or has it in another shape.
     """
+    import torch.distributed.checkpoint as dcp
+
     reader = dcp.HuggingFaceStorageReader(str(path))
     stored: dict[str, Any] = dict(reader.read_metadata().state_dict_metadata)  # of tensors alone
     for name, tensor in tensors.items():

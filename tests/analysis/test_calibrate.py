@@ -621,7 +621,9 @@ def test_a_quick_calibration_and_its_report_again(
     assert f"report: {out / 'report.html'}" in shown.out
     assert "learning signal, eta 0.7: 100%" in shown.err
     first = outputs(out)
-    drawn = {"cosine_per_group_w4", "pareto", "cross", "knots", "signal_cost", "signal_batch"}
+    drawn = {"cosine_per_group_w4", "pareto", "cross", "knots", "signal_batch"}
+    if "cannot be told from zero" not in shown.out:  # too few rollouts to draw a signal from
+        drawn.add("signal_cost")
     assert {name for name in first if name.startswith("figures")} == {
         f"figures/{name}.{kind}" for name in drawn for kind in ("png", "svg")
     }

@@ -49,9 +49,9 @@ CASES: list[tuple[str, Damage, str]] = [
     (
         STUDY,
         lambda d: cell(d, JAGG)["samples"].update(cosine=["x"]),
-        "samples.cosine must be a list of numbers and nulls",
+        "samples.cosine of cell 'eta=0.7/jagg-w4-f0.6' must be a list of numbers and nulls",
     ),
-    (STUDY, lambda d: cell(d, JAGG).update(samples=[]), "cell 'eta=0.7/jagg-w4-f0.6', samples must be an object"),
+    (STUDY, lambda d: cell(d, JAGG).update(samples=[]), "samples of cell 'eta=0.7/jagg-w4-f0.6' must be an object"),
     (STUDY, lambda d: cell(d, "eta=0.7/knots")["values"].pop("causal"), "values lacks the field 'causal'"),
     (STUDY, lambda d: cell(d, "eta=0.7/cross")["values"].update(cosine=1), "damaged, no report can be made of it"),
     (CALIBRATION, lambda d: cell(d, "eta=0.7/signal")["values"].clear(), "values lacks the field 'samples_per_batch'"),

@@ -79,7 +79,7 @@ def test_the_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "11.90 billion" in page and "400.0 TFLOP/s" in page and "Against measured groups" in page
     assert "training step, DanceGRPO: 18.2% less time published" in capsys.readouterr().out
     errors = pd.read_csv(tmp_path / "tables" / "fits.csv")["error"]
-    assert (errors.abs() < 1).all() and len(errors) == 5
+    assert (errors.abs() < 1).all() and len(errors) == 7
 
 
 def test_without_measurements_there_is_no_fit() -> None:

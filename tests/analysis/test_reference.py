@@ -75,7 +75,7 @@ def test_shipped_plans_fit_their_backbone_and_no_other(name: str, other: str) ->
     path = REFERENCE / f"{name}-calibration" / "calibration-eta0.7.json"
     plan = Plan.from_calibration(path, passes=5, predict=True, trajectory=rolled_out(load_backbone(name)))
     assert (plan.passes, plan.knots[0], plan.anticipating) == (5, 0, False)
-    with pytest.raises(ReplayMismatch, match=f"backbone: the rollout used '{other}', the policy now has '{name}'"):
+    with pytest.raises(ReplayMismatch, match=f"backbone: calibrated with {name}, the rollout used {other}"):
         Plan.from_calibration(path, passes=5, trajectory=rolled_out(load_backbone(other)))
 
 

@@ -248,6 +248,7 @@ def test_a_model_that_the_meta_device_cannot_hold(monkeypatch: pytest.MonkeyPatc
 
 
 WITHOUT_WEIGHTS = """
+import logging
 from bench.group import GroupBench, load
 try:
     load(GroupBench("flux-dev", backbone_options=("path=/nowhere",)))

@@ -211,7 +211,8 @@ def test_a_second_run_in_a_folder_ends_at_once_until_the_first_is_dead(tmp_path:
     finally:
         child.kill()
         child.join()
-    assert train(changed(run={"updates": 1}), folder, resume=True).update == 1
+    with pytest.warns(UserWarning, match="holds no checkpoint, so the run begins anew"):
+        assert train(changed(run={"updates": 1}), folder, resume=True).update == 1
 
 
 def test_knots_are_searched_anew_and_a_resumed_run_has_them(tmp_path: Path) -> None:

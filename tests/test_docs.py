@@ -10,6 +10,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import pytest
 
 import analysis.__main__
@@ -222,3 +223,21 @@ def test_a_file_that_does_not_exist_is_found() -> None:
 )
 def test_a_broken_link_is_found(text: str, broken: list[str]) -> None:
     assert broken_links(text, ROOT) == broken
+
+
+GROUPS = {"exact-again": 0, "prototype": 1, "paper-joint": 2, "closed-form-sequential": 3, "closed-form-batched": 4}
+"""Rows of the table of groups in docs/timing.md."""
+
+
+@pytest.mark.parametrize(
+    ("run", "backbone", "column"),
+    [("photos-flux", "digits-flux", 1), ("photos-flux", "photos-flux", 2), ("photos-qwen", "photos-qwen", 3)],
+)
+def test_groups_are_as_fast_as_the_page_says(run: str, backbone: str, column: int) -> None:
+    page = (ROOT / "docs" / "timing.md").read_text().split("## Groups and updates, measured")[1]
+    rows = [line.strip("|").split("|") for line in page.splitlines() if line.startswith("|")][2:7]
+    speed = pd.read_csv(ROOT / "results" / "reference" / run / "tables" / "speed.csv")
+    own = speed[speed["backbone"] == backbone].set_index("arm")
+    for arm, row in GROUPS.items():
+        value, low, high = own.loc[arm, ["speed_up", "speed_up_low", "speed_up_high"]]
+        assert rows[row][column].strip() == f"{value:.2f}x [{low:.2f}, {high:.2f}]"

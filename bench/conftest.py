@@ -9,15 +9,17 @@ import pytest
 
 from bench.cells.grid import GRID, Grid, read_grid
 from jagg_core.environment import environment
+from jagg_core.flags import described
 from jagg_core.records import plain
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """An option per field of the grid."""
     options = parser.getgroup("bench", "cells of bench/cells (values separated by commas)")
+    about = described(Grid)
     for field in fields(Grid):
         default = ",".join(map(str, field.default)) if isinstance(field.default, tuple) else field.default
-        options.addoption(f"--bench-{field.name}", help=f"default {default}")
+        options.addoption(f"--bench-{field.name}", help=f"{about.get(field.name, '')} (default {default})")
 
 
 def pytest_configure(config: pytest.Config) -> None:

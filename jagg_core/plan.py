@@ -142,7 +142,7 @@ class Plan:
         try:
             sigmas = torch.tensor(data["schedule"], dtype=torch.float64)
             plans = {name: {n: plan["knots"] for n, plan in found.items()} for name, found in data["plans"].items()}
-            made_with = {key: data[key] for key in ("transition", "timestep_mode", "signature")}
+            made_with = {**data["signature"], **{key: data[key] for key in ("transition", "timestep_mode")}}
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise RecordError(f"{path}: damaged calibration file: {error}") from error
         if predict and family != "causal":
@@ -153,11 +153,10 @@ class Plan:
             raise ValueError(f"passes must be one of {sorted(map(int, plans[family]))}, found {passes}")
         if trajectory is not None:
             trajectory.require(sigmas=sigmas)
-            theirs = {**made_with["signature"], **made_with}
             ours = {"transition": repr(trajectory.transition), "timestep_mode": trajectory.timestep_mode}
             for key, found in (trajectory.signature | ours).items():
-                if found != theirs.get(key, found):
-                    raise ReplayMismatch(f"{key}: calibrated with {theirs[key]}, the rollout used {found}")
+                if found != made_with.get(key, found):
+                    raise ReplayMismatch(f"{key}: calibrated with {made_with[key]}, the rollout used {found}")
         knots = plans[family][str(passes)]
         return causal_plan(sigmas, knots, predict) if family == "causal" else spline_plan(sigmas, knots)
 

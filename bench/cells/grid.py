@@ -19,7 +19,20 @@ WITHOUT_PHASES = "exact-bare"
 
 @dataclass(frozen=True)
 class Grid:
-    """Values to combine; the defaults are a smoke run. ``compile``: as of `GroupBench`, or ``off``.
+    """Values to combine; the defaults are a smoke run.
+
+    Attributes:
+        backbone: registered, or your own as module:function.
+        window: steps W of the group.
+        batch: samples of the rollout.
+        dtype: the network computes in.
+        checkpointing: off or on: recompute activations in the backward.
+        compile: off, or a backend of torch.compile for the transformer's blocks.
+        device: such as cpu, cuda or cuda:1.
+        arm: see ``python -m bench group``.
+        phase: part of an arm that is timed; total is all of it.
+        rounds: times that every cell is timed.
+        warmup: rounds before those that count.
 
     Raises:
         ValueError: a setting out of range, or an arm or phase that does not exist.

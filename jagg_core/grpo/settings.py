@@ -24,8 +24,9 @@ TRANSITIONS: dict[str, type[Transition]] = {"dance": DanceSDE, "flow": FlowSDE, 
 Estimator = Literal["exact", "jagg", "endpoint", "subsample", "causal", "spline"]
 TrainedSteps = Literal["all", "random", "window"]
 DTYPES = ("float32", "bfloat16", "float64")
-"""What a network may be trained in. In float16 upstream gradients would vanish: they shrink with elements, samples and
-steps, below 1e-8 for an image of 512x512."""
+"""What a network may be trained in. In float16 upstream gradients would vanish: they have the size of 1 / (elements *
+samples * steps), for a Flux latent of 512x512 in an update of 64 samples 1 / (65,536 * 64 * 20) = 1e-8, and float16's
+smallest number is 6e-8."""
 
 
 @dataclass(frozen=True)

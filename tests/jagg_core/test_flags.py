@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import argparse
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any, get_type_hints
 
 import pytest
 
+from bench.cells.grid import Grid
 from jagg_core.flags import add_flags, described, given
+from jagg_core.grpo import GRPOConfig
 
 
 @dataclass(frozen=True)
@@ -64,3 +67,10 @@ def test_flags_without_the_parser_of_docstrings(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setitem(sys.modules, "docstring_parser", None)
     assert described(More) == {}
     assert parsed("--rate", "0.25") == {"rate": 0.25}
+
+
+@pytest.mark.parametrize("settings", [Grid, *filter(is_dataclass, get_type_hints(GRPOConfig).values())])
+def test_settings_of_training_and_of_cells_are_described(settings: Any) -> None:
+    """Their command lines are not ours, but read the same docstrings."""
+    about = described(settings)
+    assert [field.name for field in fields(settings) if not about.get(field.name)] == []

@@ -10,13 +10,14 @@ from typing import Any
 
 import pandas as pd
 
-from analysis import calibrate, curves, manifest, reproduce
-from analysis.calibrate import Calibrate
-from analysis.curves import Curves
-from analysis.report import write_report
-from analysis.reproduce import Reproduce
-from analysis.study import Study
-from analysis.workload import Recipe
+from analysis.measure import calibrate, reproduce, reward_curves
+from analysis.measure.calibrate import Calibrate
+from analysis.measure.reproduce import Reproduce
+from analysis.measure.reward_curves import Curves
+from analysis.measure.rollouts import Recipe
+from analysis.measure.study import Study
+from analysis.report import manifest
+from analysis.report.write import write_report
 from jagg_core.flags import add_flags, given
 from jagg_core.grpo import PRESETS, preset
 from jagg_core.grpo.settings import RolloutSettings
@@ -149,7 +150,7 @@ def main(argv: list[str] | None = None) -> None:
             chosen = Curves(**given(arguments, Curves))
             out = arguments.out or Path("results") / f"{chosen.backbone.replace(':', '-')}-curves"
             with only_run_in(out):
-                curves.run(chosen, out)
+                reward_curves.run(chosen, out)
         elif out is None:
             settings = settings_from(arguments)
             _, run, ending, _ = COMMANDS[arguments.command]

@@ -15,7 +15,7 @@ from typing import Any
 
 from bench.work import PassWork
 from jagg_core.checks import require_at_least
-from jagg_core.plan import groups_of, routed_groups
+from jagg_core.plans import groups_of, routed_groups
 
 RECOMPUTE = 1.0
 """Forwards that gradient checkpointing adds to a backward."""

@@ -28,7 +28,7 @@ from jagg_core import (
 from jagg_core.backbones import Backbone, read_options, schedule_of
 from jagg_core.environment import command_line, environment
 from jagg_core.objective import upstream_closed_form
-from jagg_core.plan import groups_of, routed_groups
+from jagg_core.plans import groups_of, routed_groups
 from jagg_core.records import Cell, Record, recorded
 from jagg_core.rewards import Reward, load_reward, score
 from jagg_core.trajectory import rollout

@@ -6,7 +6,7 @@ Every estimator of the update gradient is a `Plan`; `accumulate_gradients` runs 
 from jagg_core.backbones import load_backbone
 from jagg_core.engine import OffPolicyError, RatioNoise, Report, accumulate_gradients
 from jagg_core.objective import ClippedSurrogate, NoGroupSignal, group_advantages
-from jagg_core.plan import (
+from jagg_core.plans import (
     Plan,
     causal_plan,
     endpoint_plan,

@@ -208,7 +208,7 @@ def test_tests_in_classes_are_named_with_them(tmp_path: Path) -> None:
 
 
 def test_a_file_that_does_not_exist_is_found() -> None:
-    assert missing_files("`jagg_core/plan.py`, `jagg_core/plans.py`, `bench/`, `other/x.py`") == ["jagg_core/plans.py"]
+    assert missing_files("`jagg_core/policy.py`, `jagg_core/no.py`, `bench/`, `other/x.py`") == ["jagg_core/no.py"]
 
 
 @pytest.mark.parametrize(

@@ -79,12 +79,14 @@ def left_as_it_was(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv("JAGG_SMOKE", "1")
     monkeypatch.chdir(ROOT / "notebooks")
     monkeypatch.setattr(sys, "path", list(sys.path))
-    monkeypatch.delitem(sys.modules, "analysis.notebook", raising=False)  # it looks at the environment, and at files
+    monkeypatch.delitem(
+        sys.modules, "analysis.report.notebook", raising=False
+    )  # it looks at the environment, and at files
     monkeypatch.setattr(registry, "_REGISTRY", dict(registry._REGISTRY))
     threads, state = torch.get_num_threads(), torch.get_rng_state()
     with pd.option_context("display.max_colwidth", 50):
         yield
-    sys.modules.pop("analysis.notebook", None)
+    sys.modules.pop("analysis.report.notebook", None)
     torch.set_num_threads(threads)
     torch.set_rng_state(state)
 
@@ -101,7 +103,7 @@ def test_it_runs_and_what_it_shows_is_stored(path: Path, left_as_it_was: None) -
         if run_cell("".join(cell["source"]), f"{path.name}, cell {number}", names):
             kinds = {kind for output in cell["outputs"] for kind in output.get("data", {})}
             assert kinds & {"image/png", "text/html"}, f"cell {number} shows something, nothing is stored"
-    shared = sys.modules["analysis.notebook"]
+    shared = sys.modules["analysis.report.notebook"]
     assert shared.SMOKE is True
     assert shared.ROOT == ROOT
     read = {folder: (found["files"], found["digest"]) for folder, found in shared.sources().to_dict("index").items()}
@@ -149,5 +151,5 @@ def test_a_notebook_that_reads_results_says_which() -> None:
 @each_notebook
 def test_the_first_code_cell_is_one_import_that_finds_the_checkout(path: Path) -> None:
     source = "".join(code_of(path)[0]["source"])
-    assert "from analysis.notebook import " in source
+    assert "from analysis.report.notebook import " in source
     assert len(source.splitlines()) <= 8

@@ -9,7 +9,7 @@ import torch
 
 from jagg_core.checks import require_one_of
 from jagg_core.distributed import on_any_rank
-from jagg_core.plan import Plan
+from jagg_core.plans import Plan
 from jagg_core.policy import VelocityPolicy
 from jagg_core.trajectory import Trajectory, weights_version
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from jagg_core.distributed import ranks
 from jagg_core.engine.modes import Modes
-from jagg_core.plan import Plan
+from jagg_core.plans import Plan
 from jagg_core.policy import VelocityPolicy
 from jagg_core.trajectory import Trajectory, at_least_fp32
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from jagg_core.distributed import on_any_rank
 from jagg_core.engine.passes import Passes
 from jagg_core.objective import Upstream
-from jagg_core.plan import Plan
+from jagg_core.plans import Plan
 from jagg_core.trajectory import Trajectory
 from jagg_core.transitions import expand
 

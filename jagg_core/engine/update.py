@@ -16,7 +16,7 @@ from jagg_core.engine.report import RatioNoise, Report, figures_of, largest_by_s
 from jagg_core.engine.routing import Weights
 from jagg_core.engine.upstream import WAYS, UpstreamGradients
 from jagg_core.objective import ClippedSurrogate
-from jagg_core.plan import Plan
+from jagg_core.plans import Plan
 from jagg_core.policy import VelocityPolicy
 from jagg_core.trajectory import ReplayMismatch, Trajectory, policy_signature
 

@@ -19,7 +19,7 @@ from jagg_core.objective import (
     upstream_autograd,
     upstream_closed_form,
 )
-from jagg_core.plan import Plan
+from jagg_core.plans import Plan
 from jagg_core.policy import VelocityPolicy
 from jagg_core.trajectory import Trajectory
 from jagg_core.transitions import expand

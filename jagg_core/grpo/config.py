@@ -18,7 +18,7 @@ from jagg_core.grpo.settings import (
     RolloutSettings,
     RunSettings,
 )
-from jagg_core.plan import groups_of
+from jagg_core.plans import groups_of
 from jagg_core.records import RecordError, read_json
 from jagg_core.rewards import check_reward, options_of
 

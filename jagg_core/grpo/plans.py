@@ -7,7 +7,7 @@ from pathlib import Path
 from torch import Tensor
 
 from jagg_core.grpo.settings import PlanSettings
-from jagg_core.plan import (
+from jagg_core.plans import (
     Plan,
     causal_plan,
     endpoint_plan,

@@ -14,7 +14,7 @@ from jagg_core.checks import require_at_least, require_one_of, require_positive
 from jagg_core.engine import BackwardMode, PartlyClipped, UpstreamMode
 from jagg_core.imports import import_object
 from jagg_core.objective import ClippedSurrogate
-from jagg_core.plan import Plan, check_knots, routed_groups
+from jagg_core.plans import Plan, check_knots, routed_groups
 from jagg_core.schedule import TimestepMode
 from jagg_core.transitions import CPS, DanceSDE, FlowSDE, Transition
 
@@ -209,7 +209,7 @@ class PlanSettings:
     partly_clipped: PartlyClipped = "exact"
     keep_graphs: bool = False
     recalibrate_every: int = 0
-    recalibrate: str = "analysis.recalibrate:causal_knots"
+    recalibrate: str = "analysis.measure.recalibrate:causal_knots"
 
     def __post_init__(self) -> None:
         require_one_of("estimator", self.estimator, Estimator)

@@ -7,7 +7,7 @@ from typing import Literal
 from torch import Tensor
 
 from jagg_core.checks import require_one_of
-from jagg_core.plan import Plan, causal_plan, exact_plan, groups_of, jagg_plan
+from jagg_core.plans import Plan, causal_plan, exact_plan, groups_of, jagg_plan
 from jagg_core.schedule import check_sigmas
 
 Estimator = Literal["causal", "jagg", "exact"]

@@ -12,7 +12,7 @@ from jagg_core.checks import require_one_of
 from jagg_core.engine import PartlyClipped, Report, UpstreamMode, accumulate_gradients
 from jagg_core.integrations.replay import knows_noise
 from jagg_core.objective import ClippedSurrogate
-from jagg_core.plan import Plan
+from jagg_core.plans import Plan
 from jagg_core.policy import VelocityPolicy
 from jagg_core.trajectory import Trajectory
 

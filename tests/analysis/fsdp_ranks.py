@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from analysis import collect
-from analysis.collect import CrossTable, collect_table, plan_gradients
+from analysis.measure import cross_table
+from analysis.measure.cross_table import CrossTable, collect_table, plan_gradients
 from jagg_core import ClippedSurrogate, Plan, Trajectory, causal_plan, dance_schedule, jagg_plan
 from jagg_core.seeding import initial_latents
 from jagg_core.trajectory import rollout
@@ -189,12 +189,12 @@ def measure(rank: int, name: str) -> dict[str, Any]:
     results = {**with_grads(field), "held": [local(p).numel() for p in field.parameters()]}
     trajectory = sampled(field)
 
-    enough = collect.free_memory
+    enough = cross_table.free_memory
     if rank == 0:
-        collect.free_memory = lambda _: 3000  # type: ignore[assignment]
+        cross_table.free_memory = lambda _: 3000  # type: ignore[assignment]
     results["chosen"] = table_of(field, trajectory, space="auto", dimension=4).dimension
     results["little memory"] = refusal(lambda: table_of(field, trajectory, space="exact"))
-    collect.free_memory = enough
+    cross_table.free_memory = enough
 
     first = field.named["layers.0.weight"]
     with torch.no_grad():

@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from analysis import bank
-from analysis.bank import CENTRINGS, PER_PROMPT, bank_rows, contenders, core, products, suspects
-from analysis.estimators import Estimator, exact, grouped, predicted, with_knots
-from analysis.knots import Knots
-from analysis.rivals import per_sample, rivals
-from analysis.workload import Batch
+from analysis.measure import signal_gradients
+from analysis.measure.estimators import Estimator, exact, grouped, predicted, with_knots
+from analysis.measure.knot_search import Knots
+from analysis.measure.rivals import per_sample, rivals
+from analysis.measure.rollouts import Batch
+from analysis.measure.signal_gradients import CENTRINGS, PER_PROMPT, bank_rows, contenders, core, products, suspects
 from jagg_core import ClippedSurrogate, dance_schedule, group_advantages
 from tests.jagg_core.fields import MlpField, gradient, make_rollout
 
@@ -195,4 +195,4 @@ def test_suspects_are_one_of_each_kind_at_two_prices() -> None:
     ]
     found = {e.name for e in suspects(everything, (4, 5, 8))}
     assert found == {"exact", "jagg-w4-f1", "jagg-w5-f1", "causal-8", "causal-5", "spline-8", "spline-5"}
-    assert bank.SIDE_PASSES == (8, 5)
+    assert signal_gradients.SIDE_PASSES == (8, 5)

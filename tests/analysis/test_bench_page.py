@@ -10,8 +10,8 @@ import pandas as pd
 import pytest
 
 from analysis.__main__ import main
-from analysis.cost import PUBLISHED
-from analysis.report import write_report
+from analysis.report.cost import PUBLISHED
+from analysis.report.write import write_report
 from jagg_core.records import Cell, Record, read_json
 
 ROOT = Path(__file__).parents[2]

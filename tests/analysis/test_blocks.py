@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from analysis.blocks import OTHER, RULES, block_of, ordered_blocks, parameter_blocks
+from analysis.statistics.parameter_kinds import OTHER, RULES, block_of, ordered_blocks, parameter_blocks
 from tests.jagg_core.fields import MlpField
 
 

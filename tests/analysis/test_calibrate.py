@@ -14,15 +14,16 @@ import pandas as pd
 import pytest
 import torch
 
-from analysis import calibrate, figures, job
 from analysis.__main__ import QUICK, main, parser, settings_from
-from analysis.bank import read_products
-from analysis.calibrate import Calibrate, collect, run
-from analysis.calibration import calibration
-from analysis.job import NotReproducible
-from analysis.report import write_report
-from analysis.signal_tables import signal
-from analysis.workload import Batch, Recipe
+from analysis.measure import calibrate, job
+from analysis.measure.calibrate import Calibrate, collect, run
+from analysis.measure.job import NotReproducible
+from analysis.measure.rollouts import Batch, Recipe
+from analysis.measure.signal_gradients import read_products
+from analysis.report import figures
+from analysis.report.fidelity.recommendation import calibration
+from analysis.report.fidelity.signal_tables import signal
+from analysis.report.write import write_report
 from jagg_core import Plan, causal_plan
 from jagg_core.backbones import BackboneEntry, registry
 from jagg_core.records import Cell, Record, plain, read_json, write_json

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from analysis.calibration import calibration, lines_to_paste, recommend
-from analysis.similarity import METRICS
+from analysis.measure.similarity import METRICS
+from analysis.report.fidelity.recommendation import calibration, lines_to_paste, recommend
 from jagg_core import DanceSDE, Plan, ReplayMismatch, Trajectory, causal_plan, dance_schedule, rollout
 from jagg_core.grpo.command import configure
 from jagg_core.records import Cell, Record, RecordError, write_json

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 import analysis.__main__
-from analysis.checked import Fields, read_record
-from analysis.report import write_report
+from analysis.report.checked import Fields, read_record
+from analysis.report.write import write_report
 from jagg_core.records import Cell, Record, RecordError
 
 REFERENCE = Path(__file__).parents[2] / "results" / "reference"

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from analysis import spaces
-from analysis.collect import SpaceName, collect_table, plan_gradients, reachable_pairs
-from analysis.similarity import similarity, similarity_from_products
-from analysis.spaces import gram_matrix
+from analysis.measure import spaces
+from analysis.measure.cross_table import SpaceName, collect_table, plan_gradients, reachable_pairs
+from analysis.measure.similarity import similarity, similarity_from_products
+from analysis.measure.spaces import gram_matrix
 from jagg_core import (
     ClippedSurrogate,
     OffPolicyError,
@@ -30,7 +30,7 @@ from jagg_core import (
     memory,
 )
 from jagg_core.objective import upstream_autograd
-from jagg_core.plan import groups_of
+from jagg_core.plans import groups_of
 from tests.jagg_core.fields import ADVANTAGES, MlpField, flat_gradient, gradient, make_rollout, nudge
 
 MakePlan = Callable[[Tensor], Plan]

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from analysis.collect import SpaceName, collect_table
+from analysis.measure.cross_table import SpaceName, collect_table
 from jagg_core import ClippedSurrogate, dance_schedule
 from jagg_core.trajectory import rollout
 from jagg_core.transitions import DanceSDE

@@ -8,7 +8,7 @@ import pandas as pd
 import pytest
 
 from analysis.__main__ import main
-from analysis.cost import PUBLISHED, beside_the_paper, costs, fits, sentences
+from analysis.report.cost import PUBLISHED, beside_the_paper, costs, fits, sentences
 from bench.cost import Machine, Update
 from bench.cost_study import CostStudy, run_cost_study
 from bench.work import PassWork

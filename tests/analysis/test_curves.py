@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 from torch import Tensor
 
-from analysis.curve_page import sentences
-from analysis.curve_tables import all_tables, arms, held_out, reached, speed_ups, training, verdict, watched
-from analysis.curves import NOT_REACHED, Curves, run
-from analysis.report import write_report
+from analysis.measure.reward_curves import NOT_REACHED, Curves, run
+from analysis.report.curve_tables import all_tables, arms, held_out, reached, speed_ups, training, verdict, watched
+from analysis.report.curves import sentences
+from analysis.report.write import write_report
 from jagg_core.records import Cell, Record
 
 SMALL = Curves(

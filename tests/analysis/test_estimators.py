@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 import torch
 
-from analysis.estimators import (
+from analysis.measure.estimators import (
     SUBSAMPLE_DRAWS,
     Estimator,
     exact,

@@ -13,9 +13,9 @@ import pandas as pd
 import pytest
 from matplotlib.figure import Figure
 
-from analysis import figures
-from analysis.figures import STYLES, block_heat_map, knot_placement, past_and_future
-from analysis.signal_figures import FAMILY_LABELS, loss_by_batch, signal_per_cost
+from analysis.report import figures
+from analysis.report.fidelity.signal_figures import FAMILY_LABELS, loss_by_batch, signal_per_cost
+from analysis.report.figures import STYLES, block_heat_map, knot_placement, past_and_future
 
 SCHEDULE = [1.0, 0.9, 0.75, 0.5]
 FAMILIES = ("exact", "jagg", "spline", "causal", "causal-predicted", "subsample", "window", "half")

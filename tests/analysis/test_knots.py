@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from analysis.collect import CrossTable, collect_table, reachable_pairs
-from analysis.knots import PLANS, KnotSearch
-from analysis.similarity import similarity
+from analysis.measure.cross_table import CrossTable, collect_table, reachable_pairs
+from analysis.measure.knot_search import PLANS, KnotSearch
+from analysis.measure.similarity import similarity
 from jagg_core import ClippedSurrogate, causal_plan, dance_schedule, spline_plan
 from tests.jagg_core.fields import ADVANTAGES, MlpField, make_rollout
 

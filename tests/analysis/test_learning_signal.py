@@ -8,7 +8,8 @@ from dataclasses import fields
 import numpy as np
 import pytest
 
-from analysis.learning_signal import (
+from analysis.statistics.intervals import DRAWS, Interval, bootstrap
+from analysis.statistics.learning_signal import (
     Moments,
     Products,
     batches_to_tell,
@@ -21,7 +22,6 @@ from analysis.learning_signal import (
     signal_samples,
     verdict,
 )
-from analysis.statistics import DRAWS, Interval, bootstrap
 
 
 def products_of(exact: np.ndarray, estimate: np.ndarray) -> Products:

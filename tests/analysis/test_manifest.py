@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from analysis.__main__ import main
-from analysis.manifest import digest, manifest, rerun
+from analysis.report.manifest import digest, manifest, rerun
 from jagg_core.backbones.pixel import weights_path
 from jagg_core.records import Cell, Record, read_json, write_json
 

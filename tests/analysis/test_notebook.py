@@ -15,9 +15,9 @@ import pytest
 @pytest.fixture
 def notebook(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     """The module as a notebook that has read nothing yet imports it."""
-    monkeypatch.delitem(sys.modules, "analysis.notebook", raising=False)
-    yield importlib.import_module("analysis.notebook")
-    sys.modules.pop("analysis.notebook", None)
+    monkeypatch.delitem(sys.modules, "analysis.report.notebook", raising=False)
+    yield importlib.import_module("analysis.report.notebook")
+    sys.modules.pop("analysis.report.notebook", None)
 
 
 def test_files_that_were_read_are_told_by_folder(

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from analysis.collect import collect_table, plan_gradients
-from analysis.similarity import similarity
+from analysis.measure.cross_table import collect_table, plan_gradients
+from analysis.measure.similarity import similarity
 from jagg_core import ClippedSurrogate, causal_plan, exact_plan
 from tests.jagg_core.fields import ADVANTAGES, MlpField, gradient, make_rollout
 

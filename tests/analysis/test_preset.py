@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from analysis import figures
 from analysis.__main__ import main, parser, settings_from
-from analysis.calibrate import Calibrate
-from analysis.study import Study
-from analysis.workload import Recipe
+from analysis.measure.calibrate import Calibrate
+from analysis.measure.rollouts import Recipe
+from analysis.measure.study import Study
+from analysis.report import figures
 from jagg_core import Plan
 from jagg_core.backbones import registry
 from jagg_core.grpo import PRESETS, GRPOConfig, GRPOTrainer, preset

@@ -9,8 +9,8 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from analysis.manifest import NAME, manifest
-from analysis.report import write_report
+from analysis.report.manifest import NAME, manifest
+from analysis.report.write import write_report
 from jagg_core import (
     DanceSDE,
     Plan,

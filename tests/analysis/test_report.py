@@ -8,11 +8,12 @@ from typing import Any
 import pandas as pd
 import pytest
 
-from analysis import figures, tables
-from analysis.findings import findings
-from analysis.printable import interval_text, printable
-from analysis.report import write_report
-from analysis.similarity import METRICS
+from analysis.measure.similarity import METRICS
+from analysis.report import figures
+from analysis.report.fidelity import tables
+from analysis.report.fidelity.printable import interval_text, printable
+from analysis.report.fidelity.sentences import findings
+from analysis.report.write import write_report
 from jagg_core.records import Cell, Record, RecordError
 
 

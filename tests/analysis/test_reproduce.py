@@ -17,13 +17,14 @@ import torch
 from matplotlib.figure import Figure
 from PIL import Image
 
-from analysis import estimators, gradients, job, reproduce, shipped, tables
 from analysis.__main__ import main
-from analysis.job import NotReproducible
-from analysis.printable import printable
-from analysis.report import write_report
-from analysis.reproduce import Reproduce, run
-from analysis.workload import Recipe
+from analysis.measure import estimators, gradients, job, reproduce, shipped
+from analysis.measure.job import NotReproducible
+from analysis.measure.reproduce import Reproduce, run
+from analysis.measure.rollouts import Recipe
+from analysis.report.fidelity import tables
+from analysis.report.fidelity.printable import printable
+from analysis.report.write import write_report
 from jagg_core import Plan, dance_schedule
 from jagg_core.backbones import load_backbone
 from jagg_core.records import Record, plain, read_json, write_json
@@ -333,7 +334,7 @@ def test_passes_side_by_side(
         asked.append(arguments[5])
         differentiate(*arguments)
 
-    monkeypatch.setattr("analysis.collect.differentiate", logged)
+    monkeypatch.setattr("analysis.measure.cross_table.differentiate", logged)
     torch.set_num_threads(threads)
     try:
         alone = run_stub(workers=1)
@@ -419,7 +420,7 @@ def test_an_added_and_a_deleted_cell(
     run_stub()
     out = tmp_path / "run"
     (out / "speed-stub.json").unlink()
-    monkeypatch.setattr("analysis.report.make_figures", lambda *_: {"leak": Figure()})
+    monkeypatch.setattr("analysis.report.write.make_figures", lambda *_: {"leak": Figure()})
     main(["report", str(out)])
     assert "Cells that failed" not in (out / "report.html").read_text()
     record = Record.read(out / "record.json")

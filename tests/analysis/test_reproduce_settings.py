@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from analysis import job, reproduce
 from analysis.__main__ import QUICK, main, parser, settings_from
-from analysis.reproduce import Reproduce, run
-from analysis.workload import Recipe
+from analysis.measure import job, reproduce
+from analysis.measure.reproduce import Reproduce, run
+from analysis.measure.rollouts import Recipe
 
 NAN, INF = float("nan"), float("inf")
 

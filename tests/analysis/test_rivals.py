@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from analysis.estimators import Estimator
-from analysis.gradients import on_policy_upstream, plan_passes
-from analysis.rivals import kept_steps_plan, per_sample, per_sample_plan, rivals
+from analysis.measure.estimators import Estimator
+from analysis.measure.gradients import on_policy_upstream, plan_passes
+from analysis.measure.rivals import kept_steps_plan, per_sample, per_sample_plan, rivals
 from jagg_core import ClippedSurrogate, Plan, Trajectory, dance_schedule, exact_plan
 from tests.jagg_core.fields import ADVANTAGES, MlpField, full_weights, gradient, relative_error
 

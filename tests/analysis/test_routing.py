@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from analysis.routing import calibrated_frac, leading_share
-from analysis.statistics import Interval
+from analysis.statistics.intervals import Interval
+from analysis.statistics.jagg_frac import calibrated_frac, leading_share
 
 NAN = float("nan")
 

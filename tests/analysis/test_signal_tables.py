@@ -8,23 +8,12 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from analysis import signal_tables
-from analysis.bank import CENTRINGS, PER_PROMPT
-from analysis.calibration import calibration, frac_by_signal, recommend_signal
-from analysis.findings import findings
-from analysis.learning_signal import (
-    Products,
-    batches_to_tell,
-    bias_interval,
-    effective_dimension,
-    kept_difference,
-    paired_difference,
-    signal_loss,
-    signal_samples,
-    verdict,
-)
-from analysis.printable import printable
-from analysis.signal_tables import (
+from analysis.measure.signal_gradients import CENTRINGS, PER_PROMPT
+from analysis.report.fidelity import signal_tables
+from analysis.report.fidelity.printable import printable
+from analysis.report.fidelity.recommendation import calibration, frac_by_signal, recommend_signal
+from analysis.report.fidelity.sentences import findings
+from analysis.report.fidelity.signal_tables import (
     UNTOLD,
     UPDATE_SAMPLES,
     all_tables,
@@ -36,8 +25,19 @@ from analysis.signal_tables import (
     said_of_difference,
     signal,
 )
-from analysis.statistics import Interval, bootstrap, leak_test
-from analysis.tables import all_tables as other_tables
+from analysis.report.fidelity.tables import all_tables as other_tables
+from analysis.statistics.intervals import Interval, bootstrap, leak_test
+from analysis.statistics.learning_signal import (
+    Products,
+    batches_to_tell,
+    bias_interval,
+    effective_dimension,
+    kept_difference,
+    paired_difference,
+    signal_loss,
+    signal_samples,
+    verdict,
+)
 from jagg_core import dance_schedule
 from jagg_core.records import Cell, Record, plain
 

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from analysis.collect import CrossTable, collect_table
-from analysis.similarity import Similarity, cross_cosines, exact_vector, similarity, similarity_from_products
+from analysis.measure.cross_table import CrossTable, collect_table
+from analysis.measure.similarity import Similarity, cross_cosines, exact_vector, similarity, similarity_from_products
 from jagg_core import ClippedSurrogate, Plan, Trajectory, causal_plan, exact_plan, jagg_plan
 from tests.jagg_core.fields import ADVANTAGES, MlpField, gradient
 

@@ -12,10 +12,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from analysis import spaces
-from analysis.collect import SpaceName, collect_table
-from analysis.similarity import similarity
-from analysis.spaces import ExactSpace, ProjectedSpace, Space, gram_matrix, inner_product_error
+from analysis.measure import spaces
+from analysis.measure.cross_table import SpaceName, collect_table
+from analysis.measure.similarity import similarity
+from analysis.measure.spaces import ExactSpace, ProjectedSpace, Space, gram_matrix, inner_product_error
 from jagg_core import ClippedSurrogate, Plan, Trajectory
 from jagg_core.distributed import Piece, Sharding
 from tests.analysis.test_collect import cross_gradients

@@ -7,7 +7,7 @@ from itertools import product
 import numpy as np
 import pytest
 
-from analysis.statistics import Interval, Leak, bootstrap, leak_test, ratio_of_medians
+from analysis.statistics.intervals import Interval, Leak, bootstrap, leak_test, ratio_of_medians
 
 # Bootstrap
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from analysis.store import Arrays, Store
+from analysis.measure.cache import Arrays, Store
 
 KEY: dict[str, Any] = {"eta": 0.7, "recipe": {"steps": 6, "seed": 0}, "knots": (0, 2), "past": None}
 OTHERS: list[dict[str, Any]] = [

@@ -16,7 +16,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 
 from jagg_core.integrations import HostPolicy, plan_update
 from jagg_core.objective import ClippedSurrogate
-from jagg_core.plan import causal_plan
+from jagg_core.plans import causal_plan
 from jagg_core.trajectory import Trajectory
 from tests.jagg_core.fields import ADVANTAGES, MlpField, flat_gradient, gradient, make_rollout, with_log_ratios
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from jagg_core.integrations import window_plan
-from jagg_core.plan import Plan, exact_plan, jagg_plan
+from jagg_core.plans import Plan, exact_plan, jagg_plan
 from tests.integrations.hosts import HOSTS, Host
 from tests.integrations.network import Inner, Names
 

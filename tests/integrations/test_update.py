@@ -16,7 +16,7 @@ from torch import Tensor
 
 from jagg_core.integrations import plan_update, window_plan
 from jagg_core.objective import ClippedSurrogate
-from jagg_core.plan import Plan, causal_plan, exact_plan, jagg_plan
+from jagg_core.plans import Plan, causal_plan, exact_plan, jagg_plan
 from jagg_core.schedule import dance_schedule
 from tests.jagg_core.fields import (
     ADVANTAGES,

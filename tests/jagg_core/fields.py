@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from jagg_core.engine import Report, accumulate_gradients
-from jagg_core.plan import (
+from jagg_core.plans import (
     Plan,
     causal_plan,
     endpoint_plan,

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from jagg_core.engine import Report
 from jagg_core.objective import ClippedSurrogate
-from jagg_core.plan import jagg_plan
+from jagg_core.plans import jagg_plan
 from tests.jagg_core.fields import ADVANTAGES, MlpField, gradient, make_rollout, nudge, with_log_ratios
 
 WORLD = 2

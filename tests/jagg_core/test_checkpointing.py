@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from jagg_core.engine import accumulate_gradients
 from jagg_core.objective import ClippedSurrogate
-from jagg_core.plan import exact_plan, jagg_plan
+from jagg_core.plans import exact_plan, jagg_plan
 from jagg_core.schedule import dance_schedule
 from jagg_core.trajectory import Trajectory, rollout
 from jagg_core.transitions import DanceSDE

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from jagg_core.engine import OffPolicyError, RatioNoise, Report, accumulate_gradients, modes
 from jagg_core.objective import ClippedSurrogate
-from jagg_core.plan import (
+from jagg_core.plans import (
     Plan,
     causal_plan,
     exact_plan,

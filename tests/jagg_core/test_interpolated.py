@@ -9,7 +9,7 @@ import torch
 
 from jagg_core.engine import accumulate_gradients
 from jagg_core.objective import ClippedSurrogate, upstream_autograd
-from jagg_core.plan import Plan, causal_plan, exact_plan, jagg_plan, subsample_plan
+from jagg_core.plans import Plan, causal_plan, exact_plan, jagg_plan, subsample_plan
 from jagg_core.trajectory import Trajectory
 from tests.jagg_core.fields import (
     ADVANTAGES,

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from jagg_core.objective import ClippedSurrogate, upstream_closed_form
-from jagg_core.plan import Plan, causal_plan, endpoint_plan, exact_plan, jagg_plan, spline_plan, subsample_plan
+from jagg_core.plans import Plan, causal_plan, endpoint_plan, exact_plan, jagg_plan, spline_plan, subsample_plan
 from jagg_core.schedule import dance_schedule
 from jagg_core.trajectory import Trajectory
 from jagg_core.transitions import CPS, DanceSDE, FlowSDE, Transition

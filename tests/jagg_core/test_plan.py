@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from jagg_core.plan import (
+from jagg_core.plans import (
     Plan,
     causal_plan,
     check_knots,
@@ -282,7 +282,7 @@ def test_a_plan_knows_whether_it_anticipates(plan: Plan, anticipating: bool) -> 
     assert plan.anticipating is anticipating
 
 
-# Components and windows
+# Components
 
 
 def test_components_are_groups() -> None:
@@ -311,30 +311,28 @@ def test_components_lose_inner_steps_where_the_plan_does() -> None:
     assert parts == [([0], [0]), ([1], [4]), ([2], [5]), ([3], [9])]
 
 
-def test_windows_of_a_plan_cover_it() -> None:
-    plan = jagg_plan(SIGMAS, 5, 0.5)
-    first, second = plan.window(0, 5), plan.window(5, 20)
-    assert first.knots == (0, 4)
-    assert second.knots == (0, 4, *range(5, 15))
-    assert torch.equal(first.weights, jagg_plan(SIGMAS[:5], 5, 1.0).weights)
-    assert torch.equal(second.weights, plan.weights[2:, 5:])
-    assert first.sigmas is not None
-    assert torch.equal(first.sigmas, SIGMAS[:5])
-    assert first.name == "jagg"
+# Weights of any rule
 
 
-def test_windows_of_per_row_plans() -> None:
-    plan = jagg_plan(torch.stack([SIGMAS, SIGMAS**2]), 5, 1.0)
-    part = plan.window(5, 10)
-    assert part.weights.shape == (2, 2, 5)
-    assert part.sigmas is not None
-    assert torch.equal(part.sigmas, torch.stack([SIGMAS, SIGMAS**2])[:, 5:10])
+def test_from_weights_builds_what_the_constructors_build() -> None:
+    causal = causal_plan(SIGMAS, [0, 5, 12])
+    plan = Plan.from_weights(SIGMAS, [0, 5, 12], causal.weights, "mine")
+    assert (plan.knots, plan.name, plan.anticipating) == (causal.knots, "mine", False)
+    assert torch.equal(plan.weights, causal.weights)
 
 
-@pytest.mark.parametrize(("start", "stop"), [(0, 3), (2, 10), (5, 7)])
-def test_a_window_may_not_cut_a_group(start: int, stop: int) -> None:
-    with pytest.raises(ValueError, match=f"plan 'jagg' has weights across steps {start} or {stop}"):
-        jagg_plan(SIGMAS, 5, 1.0).window(start, stop)
+@pytest.mark.parametrize(
+    ("sigmas", "knots", "message"),
+    [
+        (SIGMAS.flip(0), [0, 5, 12], "sigmas"),
+        (SIGMAS, [0, 5, 5], "knots must increase strictly"),
+        (SIGMAS, [0, 5], r"weights must have shape \[K, T\]"),
+        (SIGMAS, [0, 5, 1.5], "knots must be whole numbers"),
+    ],
+)
+def test_from_weights_refuses_what_is_no_plan(sigmas: Tensor, knots: list[int], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Plan.from_weights(sigmas, knots, torch.eye(3, T), "mine")
 
 
 # Rows of a batch on different steps

@@ -7,7 +7,7 @@ import torch
 
 from jagg_core.engine import accumulate_gradients
 from jagg_core.objective import ClippedSurrogate
-from jagg_core.plan import exact_plan
+from jagg_core.plans import exact_plan
 from jagg_core.policy import ClassifierFreeGuidance, VelocityPolicy, guided
 from jagg_core.schedule import dance_schedule
 from jagg_core.trajectory import ReplayMismatch, rollout

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from jagg_core.engine import OffPolicyError
 from jagg_core.objective import ClippedSurrogate, step_log_prob, upstream_closed_form
-from jagg_core.plan import Plan, exact_plan, jagg_plan
+from jagg_core.plans import Plan, exact_plan, jagg_plan
 from jagg_core.schedule import dance_schedule
 from jagg_core.seeding import initial_latents
 from jagg_core.trajectory import Trajectory, rollout

@@ -10,7 +10,7 @@ import torch
 
 from jagg_core.engine import OffPolicyError, accumulate_gradients
 from jagg_core.objective import ClippedSurrogate, upstream_closed_form
-from jagg_core.plan import Plan, causal_plan, exact_plan
+from jagg_core.plans import Plan, causal_plan, exact_plan
 from jagg_core.schedule import dance_schedule
 from jagg_core.seeding import initial_latents
 from jagg_core.trajectory import rollout
@@ -119,7 +119,11 @@ def test_samples_that_are_partly_clipped_get_their_exact_gradient() -> None:
     gradients = []
     for plan in (causal_plan(trajectory.sigmas, KNOTS, predict=True), exact_plan(trajectory.sigmas)):
         field.zero_grad(set_to_none=True)
-        part = trajectory.select(range(3, 7)), ADVANTAGES, plan.window(3, 7), ClippedSurrogate()
+        inside = [i for i, knot in enumerate(plan.knots) if 3 <= knot < 7]
+        knots = tuple(plan.knots[i] - 3 for i in inside)
+        sites = None if plan.knot_sigmas is None else plan.knot_sigmas[inside]
+        window = Plan(knots, plan.weights[inside, 3:7], trajectory.sigmas[3:7], plan.name, sites)
+        part = trajectory.select(range(3, 7)), ADVANTAGES, window, ClippedSurrogate()
         report = accumulate_gradients(field, *part, upstream="autograd")
         gradients.append(torch.cat([p.grad.flatten() for p in field.parameters() if p.grad is not None]))
         if plan.knot_sigmas is not None:

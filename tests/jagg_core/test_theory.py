@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from jagg_core.objective import ClippedSurrogate
-from jagg_core.plan import (
+from jagg_core.plans import (
     Plan,
     causal_plan,
     endpoint_plan,

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from jagg_core.backbones.check.probe import Outcome, Probe, relative_error, same
-from jagg_core.plan import causal_plan, exact_plan, jagg_plan
+from jagg_core.plans import causal_plan, exact_plan, jagg_plan
 
 
 def every_parameter(probe: Probe) -> Outcome:

@@ -11,7 +11,7 @@ from torch import Tensor
 from jagg_core.backbones.protocol import Backbone
 from jagg_core.engine import BackwardMode, UpstreamMode, accumulate_gradients
 from jagg_core.objective import ClippedSurrogate
-from jagg_core.plan import Plan, exact_plan
+from jagg_core.plans import Plan, exact_plan
 from jagg_core.policy import VelocityPolicy
 from jagg_core.schedule import dance_schedule
 from jagg_core.seeding import initial_latents

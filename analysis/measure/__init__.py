@@ -1,0 +1,1 @@
+"""Runs networks: rollouts, gradients, cross-gradient tables, knot search, learning signal, reward curves."""

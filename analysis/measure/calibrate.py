@@ -1,0 +1,254 @@
+"""The calibration: how much of a trajectory may be approximated on a backbone, and which plan to run.
+
+Computes and stores; `analysis.report.write` draws from what is stored, and
+`analysis.report.fidelity.recommendation` says what to run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.benchmark.utils.timer import timer
+from tqdm import tqdm
+
+from analysis.measure.cache import Arrays
+from analysis.measure.estimators import Estimator, with_knots
+from analysis.measure.job import Job
+from analysis.measure.knot_search import Knots
+from analysis.measure.rivals import per_sample, rivals
+from analysis.measure.rollouts import Recipe, check_prompts, rollout_seed
+from analysis.measure.signal_gradients import (
+    CENTRINGS,
+    PER_PROMPT,
+    SIDE_PASSES,
+    bank_rows,
+    contenders,
+    core,
+    products,
+    stored_products,
+    suspects,
+)
+from analysis.measure.study import Study
+from jagg_core import Plan, accumulate_gradients
+from jagg_core.checks import require_at_least
+from jagg_core.records import Record, recorded
+from jagg_core.rewards import score
+from jagg_core.seeding import derive_seed
+from jagg_core.trajectory import Trajectory, rollout
+
+WINDOWS = (4, 5, 8, 10, 20)
+SUBSAMPLED = (8, 5, 2)
+"""Passes of the subsampling that the learning signal of plans is compared with."""
+
+OUTPUTS = ("record.json", "calibration-*.json", "report.html", "tables/*.csv", "figures/*.png", "figures/*.svg")
+"""What a calibration's folder holds, beside ``collected/``."""
+
+
+@dataclass(frozen=True)
+class Calibrate(Study):
+    """Settings of a calibration; see `Study`.
+
+    Attributes:
+        windows: group sizes W of the paper's rule; by default those of 4, 5, 8, 10 and 20 that fit the schedule.
+        signal_batches: rollout batches on which the learning signal of plans is measured.
+        signal_prompts: prompts of each of those.
+        signal_samples: samples per prompt there.
+        signal_passes: passes of the plans whose learning signal is measured.
+        signal_dimension: of the random projections in which it is.
+        contender_batches: of those batches, the first ones, for estimators that are there for comparison only.
+        centring_batches: likewise, for the bias under other ways to centre advantages.
+        update_samples: of an update in training, for which the loss of signal is told.
+        max_signal_loss: the plan to run has the fewest passes that surely lose less of it.
+        min_cosine: beside it stands the plan with the fewest passes that surely keep this cosine.
+        timing_rounds: times that every update is timed, each round in another order.
+
+    Raises:
+        ValueError: a setting out of range; raised before any model is loaded.
+    """
+
+    windows: tuple[int, ...] = WINDOWS
+    calibration_batches: tuple[int, ...] = (4,)
+    evaluation_batches: tuple[int, ...] = (4,)
+    predicted_passes: tuple[int, ...] = (8, 6, 5, 4)
+    signal_batches: int = 24
+    signal_prompts: int = 2
+    signal_samples: int = 8
+    signal_passes: tuple[int, ...] = (8, 5, 4, 3, 2)
+    signal_dimension: int = 2**16
+    contender_batches: int = 8
+    centring_batches: int = 5
+    update_samples: int = 64
+    max_signal_loss: float = 0.05
+    min_cosine: float = 0.99
+    timing_rounds: int = 3
+
+    def __post_init__(self) -> None:
+        if self.windows == WINDOWS:
+            object.__setattr__(self, "windows", tuple(w for w in WINDOWS if w <= self.steps) or (self.steps,))
+        super().__post_init__()
+        require_at_least(
+            self,
+            signal_batches=3,
+            signal_prompts=1,
+            signal_samples=2,
+            signal_dimension=1,
+            contender_batches=3,
+            centring_batches=3,
+            update_samples=1,
+            timing_rounds=2,
+        )
+        for name in ("max_signal_loss", "min_cosine"):
+            if not 0 < getattr(self, name) < 1:
+                raise ValueError(f"{name} must be between 0 and 1, found {getattr(self, name)}")
+        if not self.signal_passes or min(self.signal_passes) < 1:
+            raise ValueError(f"signal_passes must be at least 1, one of them needed, found {list(self.signal_passes)}")
+
+    @property
+    def signal_recipe(self) -> Recipe:
+        """How the batches of the learning signal are made."""
+        return replace(self.recipe, prompts=self.signal_prompts, samples=self.signal_samples)
+
+
+def start(settings: Calibrate, out: Path) -> Job:
+    """The backbone loaded, its reference checked; tables are kept in ``out/collected``.
+
+    Raises:
+        NotReproducible: the exact gradient differs from itself.
+    """
+    job = Job(settings, out, "calibrate", store=out / "collected")
+    check_prompts(settings.signal_recipe, job.backbone)
+    for pattern in OUTPUTS:
+        for old in out.glob(pattern):
+            old.unlink()
+    for eta in settings.etas:
+        job.check_reference(eta)
+    return job
+
+
+def collect(settings: Calibrate, out: Path) -> Record:
+    """Make the tables of calibration and evaluation rollouts that ``out/collected`` does not hold yet."""
+    job = start(settings, out)
+    for eta in settings.etas:
+        judge_plans(job, settings, eta)
+    return job.record
+
+
+def judge_plans(job: Job, settings: Calibrate, eta: float) -> Knots | None:
+    """Search knots and judge plans on them; None if the search failed."""
+    knots = job.search_knots(eta)
+    if knots is not None:
+        job.evaluate(eta, knots, few_passes(job, settings, knots))
+    return knots
+
+
+def few_passes(job: Job, settings: Calibrate, knots: Knots) -> list[Estimator]:
+    """The causal plans whose signal is measured, to be judged by their cosine as well."""
+    counts = [k for k in settings.signal_passes if k in knots["causal"]]
+    return [with_knots(job.sigmas, "causal", knots["causal"][k]) for k in counts]
+
+
+def run(settings: Calibrate, out: Path) -> Record:
+    """Calibrate and write ``out/record.json``; what ``out/collected`` holds of an earlier run is used again.
+
+    Every cell that fails is recorded as failed, the others still run. Returns the record.
+
+    Raises:
+        NotReproducible: the exact gradient differs from itself.
+    """
+    job = start(settings, out)
+    for eta in settings.etas:
+        knots = judge_plans(job, settings, eta)
+        if knots is not None:
+            measure_signal(job, settings, eta, knots)
+            time_updates(job, settings, eta, knots)
+    return job.record
+
+
+def measure_signal(job: Job, settings: Calibrate, eta: float, knots: Knots) -> None:
+    """A cell per estimator and centring: inner products of its gradients and exact's over all pairs of batches."""
+    recipe, count = settings.signal_recipe, settings.signal_batches
+    main = core(job.sigmas, settings.windows, settings.jagg_frac, knots, settings.signal_passes)
+    names = {e.name for e in main}
+    side = [e for e in contenders(job.sigmas, settings.windows, knots) if e.name not in names]
+    watched = suspects([*main, *side], settings.windows)
+    banks: dict[tuple[str, str], list[np.ndarray]] = {}
+    about: dict[str, Estimator] = {}
+    seed = derive_seed(settings.recipe.seed, "signal", "projection")
+    with recorded(job.record.cells, f"eta={eta:g}/signal", eta=eta) as cell:
+        for number in tqdm(range(count), desc=f"learning signal, eta {eta:g}", unit="batch"):
+            own_seed = rollout_seed(recipe, eta, "signal", number)
+            chosen = {PER_PROMPT: [*main, *rivals(job.sigmas, SUBSAMPLED, own_seed)]}
+            if number < settings.contender_batches:
+                chosen[PER_PROMPT] += [*side, *per_sample(job.sigmas, recipe.batch, SIDE_PASSES, own_seed)]
+            if number < settings.centring_batches:
+                chosen |= {centring: watched for centring in CENTRINGS if centring != PER_PROMPT}
+
+            def make(number: int = number, chosen: dict[str, list[Estimator]] = chosen) -> Arrays:
+                batch = job.batch(eta, "signal", number, recipe)
+                rows = bank_rows(batch, job.objective, chosen, settings.signal_dimension, seed, job.workers)
+                return {"rows": rows.cpu().numpy()}
+
+            job.note_seed(eta, "signal", number, recipe)
+            plans = {centring: [_plan_key(e) for e in some] for centring, some in chosen.items()}
+            key = job.key(eta, recipe, number=number, dimension=settings.signal_dimension, projection=seed, plans=plans)
+            rows = iter(job.store.get(f"signal-{number}", key, make)["rows"])
+            for centring, some in chosen.items():
+                for estimator in some:
+                    about[estimator.name] = estimator
+                    banks.setdefault((centring, estimator.name), []).append(next(rows))
+        cell.values = {"batches": count, "samples_per_batch": recipe.batch, "dimension": settings.signal_dimension}
+    for (centring, name), rows_of in banks.items() if job.record.cells[-1].status == "ok" else ():
+        estimator = about[name]
+        where = f"eta={eta:g}/signal/{centring}/{name}"
+        with recorded(job.record.cells, where, **estimator.describe(), eta=eta, centring=centring) as cell:
+            found = products(np.stack(rows_of), np.stack(banks[centring, "exact"]))
+            cell.values = {"batches": found.m}
+            cell.samples = stored_products(found)
+    job.save()
+
+
+def time_updates(job: Job, settings: Calibrate, eta: float, knots: Knots) -> None:
+    """Seconds of rollout, reward and update by several plans, interleaved round by round."""
+    recipe = settings.signal_recipe
+    with recorded(job.record.cells, f"eta={eta:g}/times", eta=eta, batch=recipe.batch) as cell:
+        batch = job.batch(eta, "signal", 0, recipe)
+        main = core(job.sigmas, settings.windows, settings.jagg_frac, knots, settings.signal_passes)
+        timed = {e.name: e.plans[0] for e in main}
+        arms: dict[str, Callable[[], Any]] = {
+            "rollout": lambda: _roll_out_again(batch.trajectory, batch.policy),
+            "reward": lambda: score(job.reward, job.backbone.decode(batch.trajectory.final), batch.prompts),
+        }
+        for name, plan in timed.items():
+            arms[name] = lambda plan=plan: _update(job, batch, plan)  # type: ignore[misc]
+        samples: dict[str, list[float | None]] = {f"{name}_s": [] for name in arms}
+        for number in tqdm(range(settings.timing_rounds + 1), desc=f"time updates, eta {eta:g}", unit="round"):
+            for name, arm in arms.items():
+                begin = timer()
+                arm()
+                if number:  # the first round warms up
+                    samples[f"{name}_s"].append(timer() - begin)
+        cell.samples = samples
+    job.save()
+
+
+def _update(job: Job, batch: Any, plan: Plan) -> None:
+    accumulate_gradients(batch.policy, batch.trajectory, batch.advantages, plan, job.objective)
+    for parameter in batch.policy.parameters():
+        parameter.grad = None
+
+
+def _roll_out_again(trajectory: Trajectory, policy: Any) -> None:
+    sigmas = torch.cat([trajectory.sigmas, trajectory.next_sigmas[-1:], torch.zeros(1, dtype=torch.float64)])
+    mode = trajectory.timestep_mode
+    rollout(policy, sigmas, trajectory.transition, trajectory.latents[0], 0, timestep_mode=mode)
+
+
+def _plan_key(estimator: Estimator) -> list[Any]:
+    plan = estimator.plans[0]
+    sites = None if plan.knot_sigmas is None else plan.knot_sigmas.tolist()
+    return [estimator.name, plan.knots, plan.weights.tolist(), sites]

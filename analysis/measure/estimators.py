@@ -1,0 +1,151 @@
+"""The estimators that the main job compares, as plans with names for people."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from analysis.measure.knot_search import PLANS, Knots
+from jagg_core import Plan, causal_plan, endpoint_plan, exact_plan, jagg_plan, subsample_plan
+from jagg_core.plans import groups_of, routed_groups
+from jagg_core.seeding import generator_for
+
+SUBSAMPLE_DRAWS = 16
+"""Random subsets per rollout batch over which subsampling is averaged."""
+
+
+@dataclass(frozen=True)
+class Estimator:
+    """A named plan, or several draws of a random one; ``settings`` go into the record."""
+
+    name: str
+    label: str
+    family: str
+    plans: tuple[Plan, ...]
+    settings: dict[str, Any]
+
+    @property
+    def passes(self) -> int:
+        """Backward passes of one update; of the busiest sample, where each has its own knots."""
+        plan = self.plans[0]
+        return plan.passes if plan.weights.ndim == 2 else int((plan.weights != 0).any(-1).sum(-1).max())
+
+    @property
+    def anticipating(self) -> bool:
+        """See `jagg_core.Plan.anticipating`."""
+        return self.plans[0].anticipating
+
+    def describe(self) -> dict[str, Any]:
+        """What a record says of it."""
+        return {
+            "estimator": self.name,
+            "label": self.label,
+            "family": self.family,
+            "passes": self.passes,
+            "anticipating": self.anticipating,
+            **self.settings,
+        }
+
+
+def _one(name: str, label: str, family: str, plan: Plan, **settings: Any) -> Estimator:
+    return Estimator(name, label, family, (plan,), settings)
+
+
+def exact(sigmas: Tensor) -> Estimator:
+    """The reference."""
+    return _one("exact", "exact", "exact", exact_plan(sigmas))
+
+
+def grouped(sigmas: Tensor, family: str, window: int, frac: float) -> Estimator:
+    """JAGG (``jagg``), with index weights (``jagg-index``), or endpoint-only (``endpoint``)."""
+    if family == "endpoint":
+        plan, text = endpoint_plan(sigmas, window, frac), "endpoint-only"
+    else:
+        weighting = "index" if family == "jagg-index" else "sigma"
+        plan = jagg_plan(sigmas, window, frac, weighting)  # type: ignore[arg-type]
+        text = "JAGG, index weights" if family == "jagg-index" else "JAGG (paper)"
+    groups = len(groups_of(sigmas.shape[-1], window))
+    routed = routed_groups(groups, frac)
+    label = f"{text}, W={window}, {routed} of {groups} groups"
+    return _one(f"{family}-w{window}-f{frac:g}", label, family, plan, window=window, jagg_frac=frac)
+
+
+def subsampled(sigmas: Tensor, count: int, seed: int) -> Estimator:
+    """Random ``count`` of T steps, several draws."""
+    plans = tuple(
+        subsample_plan(sigmas, count, generator_for(seed, "subsample", count, draw)) for draw in range(SUBSAMPLE_DRAWS)
+    )
+    label = f"subsample, {count} random steps"
+    return Estimator(f"subsample-{count}", label, "subsample", plans, {"draws": SUBSAMPLE_DRAWS})
+
+
+def with_knots(sigmas: Tensor, family: str, knots: tuple[int, ...]) -> Estimator:
+    """Spline or causal plan on calibrated knots."""
+    label = f"{family}, {len(knots)} calibrated knots"
+    return _one(f"{family}-{len(knots)}", label, family, PLANS[family](sigmas, knots), knots=list(knots))
+
+
+def predicted(sigmas: Tensor, knots: Knots, counts: Sequence[int]) -> list[Estimator]:
+    """Causal plans on predicted knots, with these numbers of passes; whole updates only."""
+    found = []
+    for passes in counts:
+        if passes in knots["causal"]:
+            plan = causal_plan(sigmas, knots["causal"][passes], predict=True)
+            label, about = f"causal, {passes} predicted knots", {"knots": list(plan.knots), "whole_update_only": True}
+            found.append(_one(f"causal-predicted-{passes}", label, "causal-predicted", plan, **about))
+    return found
+
+
+def headline(sigmas: Tensor, windows: tuple[int, ...], jagg_frac: float, knots: Knots, seed: int) -> list[Estimator]:
+    """The estimators of the main tables: the paper's rule and its variants, and ours at the same numbers of passes."""
+    chosen: list[Estimator] = []
+    for window in windows:
+        for frac in dict.fromkeys((jagg_frac, 1.0)):
+            chosen += [grouped(sigmas, family, window, frac) for family in ("jagg", "jagg-index", "endpoint")]
+    budgets = sorted({e.passes for e in chosen} | {min(5, sigmas.shape[-1])}, reverse=True)
+    for passes in budgets:
+        chosen.append(subsampled(sigmas, passes, seed))
+        chosen += [with_knots(sigmas, f, knots[f][passes]) for f in ("spline", "causal") if passes in knots[f]]
+    return list({e.name: e for e in chosen}.values())
+
+
+def pareto(sigmas: Tensor, windows: range, knots: Knots, passes: range) -> list[Estimator]:
+    """Every number of passes: the paper's rule with each window and fraction, spline and causal on calibrated knots."""
+    found: dict[str, Estimator] = {}
+    for window in windows:
+        if window > sigmas.shape[-1]:
+            break
+        groups = len(groups_of(sigmas.shape[-1], window))
+        for routed in range(1, groups + 1):
+            estimator = grouped(sigmas, "jagg", window, routed / groups)
+            found[estimator.name] = estimator
+    for family in ("spline", "causal"):
+        for count, chosen in knots[family].items():
+            if count in passes:
+                estimator = with_knots(sigmas, family, chosen)
+                found[estimator.name] = estimator
+    return [e for e in found.values() if e.passes in passes]
+
+
+def leak_suspects(
+    sigmas: Tensor, windows: tuple[int, ...], jagg_frac: float, knots: Knots, seed: int
+) -> list[Estimator]:
+    """One estimator of every kind for the leak test: each window, routed as in the paper and throughout."""
+    full = [grouped(sigmas, "jagg", window, frac) for window in windows for frac in dict.fromkeys((jagg_frac, 1.0))]
+    window = windows[0]
+    budget = min(e.passes for e in full)
+    rest = [grouped(sigmas, family, window, 1.0) for family in ("jagg-index", "endpoint")]
+    draw = subsampled(sigmas, budget, seed)
+    rest.append(Estimator(draw.name, draw.label, draw.family, draw.plans[:1], {"draws": 1}))
+    rest += [with_knots(sigmas, f, knots[f][budget]) for f in ("spline", "causal") if budget in knots[f]]
+    return [exact(sigmas), *full, *rest]
+
+
+def mean_of_draws(values: list[float | None]) -> float | None:
+    """Mean over the draws of a random plan; undefined only if every draw is."""
+    defined = [v for v in values if v is not None]
+    return float(np.mean(defined)) if defined else None

@@ -1,0 +1,144 @@
+"""The main job: how every estimator compares with the exact gradient on a trained model, and what it costs.
+
+Computes and stores; `analysis.report.write` draws from what is stored.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from analysis.measure import shipped
+from analysis.measure.estimators import Estimator
+from analysis.measure.job import Job
+from analysis.measure.study import Study
+from jagg_core.backbones import check_backbone_name
+from jagg_core.checks import require_at_least
+from jagg_core.environment import command_line
+from jagg_core.records import Cell, Record, recorded
+
+PAST, FUTURE = 10, 4
+"""Reach of the tables' pairs: enough for what is compared here, at half the price of all."""
+
+OUTPUTS = (
+    "record.json",
+    "speed-*.json",
+    "calibration-*.json",
+    "report.html",
+    "samples.png",
+    "tables/*.csv",
+    "figures/*.png",
+    "figures/*.svg",
+)
+"""What a run folder holds."""
+
+
+@dataclass(frozen=True)
+class Reproduce(Study):
+    """Settings of the main job; see `Study`.
+
+    Attributes:
+        leak_batches: on which the bias of anticipating plans is tested, at the first eta.
+        speed_backbones: timed too; the backbone itself is, at the batch of its rollouts.
+        speed_rounds: times that every arm is timed, each round in another order.
+        speed_batch: samples at which speed_backbones are timed.
+        speed_window: steps W of the timed group.
+
+    Raises:
+        ValueError: a setting out of range; raised before any model is loaded.
+    """
+
+    etas: tuple[float, ...] = (0.7, 0.3)
+    calibration_batches: tuple[int, ...] = (4, 2)
+    evaluation_batches: tuple[int, ...] = (4, 2)
+    leak_batches: int = 8
+    speed_backbones: tuple[str, ...] = ("digits-flux",)
+    speed_rounds: int = 7
+    speed_batch: int = 16
+    speed_window: int = 5
+
+    def __post_init__(self) -> None:
+        for name in self.speed_backbones:
+            check_backbone_name(name)
+        require_at_least(self, leak_batches=3, speed_rounds=2, speed_batch=1, speed_window=2)
+        if self.speed_window > self.steps:
+            raise ValueError(f"speed_window must be at most the {self.steps} trained steps, found {self.speed_window}")
+        super().__post_init__()
+
+    @property
+    def reach(self) -> tuple[int | None, int | None]:
+        """See `Study`."""
+        return PAST, FUTURE
+
+
+def run(settings: Reproduce, out: Path) -> Record:
+    """Run the job and write ``out/record.json`` and one ``out/speed-NAME.json`` per timed backbone.
+
+    Every cell that fails is recorded as failed, the others still run. A run that ``out`` already holds is replaced: its
+    files go before the first new one is written, so that a run that is killed leaves no mixture. Returns the record.
+
+    Raises:
+        NotReproducible: the exact gradient differs from itself.
+    """
+    job = Job(settings, out, "reproduce")
+    for pattern in OUTPUTS:
+        for old in out.glob(pattern):
+            old.unlink()
+    job.check_reference(settings.etas[0])
+    time_groups(settings, out)
+    for eta in settings.etas:
+        knots = job.search_knots(eta)
+        if knots is not None:
+            job.evaluate(eta, knots, _shipped_plans(job, eta))
+            with recorded(job.record.cells, f"eta={eta:g}/side-by-side", eta=eta) as cell:
+                cell.values = {"rows": shipped.side_by_side(eta, job.sigmas, settings.made_with(eta))}
+            if eta == settings.etas[0]:
+                job.test_leak(eta, knots, settings.leak_batches)
+    job.contact_sheet()
+    return job.record
+
+
+def _shipped_plans(job: Job, eta: float) -> list[Estimator]:
+    """Plans of the calibration that comes with the project; what it recommends goes into the record."""
+    found: list[Estimator] = []
+    cells: list[Cell] = []
+    with recorded(cells, f"eta={eta:g}/shipped", eta=eta) as cell:
+        calibrated = shipped.read(job.backbone.name, eta, job.sigmas, job.settings.made_with(eta))
+        if calibrated is None:
+            return []
+        found = shipped.estimators(calibrated, job.sigmas)
+        cell.values = {key: calibrated.get(key, {}) for key in ("recommended", "seeds")}
+    job.record.cells += cells
+    return found
+
+
+def time_groups(settings: Reproduce, out: Path) -> None:
+    """Time one group of steps, each backbone in a process of its own, so that nothing else disturbs it."""
+    for name in dict.fromkeys((settings.backbone, *settings.speed_backbones)):
+        target = out / f"speed-{name}.json"
+        command = [sys.executable, "-m", "bench", "group", "--backbone", name, "--out", str(target)]
+        for flag, value in (
+            ("rounds", settings.speed_rounds),
+            ("batch", settings.speed_batch if name in settings.speed_backbones else settings.recipe.batch),
+            ("window", settings.speed_window),
+            ("eta", settings.etas[0]),
+            ("steps", settings.recipe.steps),
+            ("shift", settings.recipe.shift),
+            ("device", settings.device),
+            ("dtype", settings.dtype),
+            ("seed", settings.recipe.seed),
+        ):
+            command += [f"--{flag}", str(value)]
+        if name == settings.backbone:
+            command += ["--schedule", settings.recipe.schedule]
+            if settings.recipe.guidance is not None:
+                command += ["--guidance", str(settings.recipe.guidance)]
+            if settings.backbone_options:
+                command += ["--backbone-options", *settings.backbone_options]
+        # the child has the folder's lock too: if this process is killed, no other run begins before the child's end
+        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False, close_fds=False)
+        if not target.exists():
+            cells = [Cell("speed", "failed", f"python -m bench group ended with exit code {done.returncode}")]
+            Record("group-speed", command_line(), name, {}, {}, cells=cells).write(target)

@@ -1,0 +1,91 @@
+"""Calibrations that come with the project, for the backbones that do."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from analysis.measure.estimators import Estimator, with_knots
+from jagg_core.records import RecordError, read_json
+
+FOLDER = Path(__file__).resolve().parents[2] / "results" / "reference"
+PASSES = (10, 8, 6, 5)
+"""Of the shipped causal plans that the main job judges again."""
+COMPARED_PASSES = (8, 5)
+"""Of the causal plans that stand side by side for all shipped calibrations."""
+COMPARED_WINDOWS = (4, 5)
+"""Of the paper's rule, likewise."""
+
+
+def path(backbone: str, eta: float) -> Path:
+    """Where the calibration of a backbone would be; there may be none."""
+    return FOLDER / f"{backbone}-calibration" / f"calibration-eta{eta:g}.json"
+
+
+def read(backbone: str, eta: float, sigmas: Tensor, made_with: Mapping[str, str]) -> dict[str, Any] | None:
+    """The shipped calibration; None if there is none for this schedule, kernel and timestep mode.
+
+    ``made_with``: see `analysis.measure.study.Study.made_with`.
+
+    Raises:
+        RecordError: it is damaged.
+    """
+    if not path(backbone, eta).exists():
+        return None
+    data = read_json(path(backbone, eta))
+    try:
+        schedule = torch.tensor(data["schedule"], dtype=torch.float64)
+        same = all(data[key] == value for key, value in made_with.items())
+    except (KeyError, TypeError, ValueError) as error:
+        raise RecordError(f"{path(backbone, eta).name}: damaged calibration file: {error}") from error
+    if not same or schedule.shape != sigmas.shape or (schedule - sigmas).abs().max() > 1e-6:
+        return None
+    return dict(data)
+
+
+def side_by_side(eta: float, sigmas: Tensor, made_with: Mapping[str, str]) -> list[dict[str, Any]]:
+    """What every shipped calibration of this eta, schedule, kernel and timestep mode found, one row per backbone.
+
+    Columns: jagg_frac by window and held-out cosines of causal plans by passes, with their intervals; passes that the
+    calibration recommends by each of its targets (None: no plan reaches it).
+
+    Raises:
+        RecordError: one is damaged.
+    """
+    rows = []
+    for file in sorted(FOLDER.glob(f"*-calibration/calibration-eta{eta:g}.json")):
+        backbone = file.parent.name.removesuffix("-calibration")
+        found = read(backbone, eta, sigmas, made_with)
+        if found is None:
+            continue
+        row: dict[str, Any] = {"backbone": backbone, "eta": eta}
+        for window in COMPARED_WINDOWS:
+            one = found.get("windows", {}).get(str(window), {})
+            low, high = one.get("jagg_frac_ci", (None, None))
+            row |= _columns(f"jagg_frac_w{window}", one.get("jagg_frac"), low, high)
+        for passes in COMPARED_PASSES:
+            held_out = found["plans"]["causal"].get(str(passes), {}).get("held_out_cosine") or {}
+            row |= _columns(f"causal_{passes}", *(held_out.get(key) for key in ("value", "low", "high")))
+        row["recommended"] = {target: one.get("passes") for target, one in found.get("recommended", {}).items()}
+        rows.append(row)
+    return rows
+
+
+def _columns(name: str, value: Any, low: Any, high: Any) -> dict[str, Any]:
+    return {name: value, f"{name}_low": low, f"{name}_high": high}
+
+
+def estimators(calibration: dict[str, Any], sigmas: Tensor) -> list[Estimator]:
+    """Its causal plans, under names of their own."""
+    found = []
+    for passes in PASSES:
+        plan = calibration["plans"]["causal"].get(str(passes))
+        if plan is not None:
+            made = with_knots(sigmas, "causal", tuple(plan["knots"]))
+            label = f"causal, {passes} knots of the shipped calibration"
+            found.append(Estimator(f"shipped-{passes}", label, "causal-shipped", made.plans, made.settings))
+    return found

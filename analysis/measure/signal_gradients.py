@@ -1,0 +1,127 @@
+"""Gradients of many estimators on many rollout batches, for statistics across batches.
+
+A bank holds one row per estimator and batch, all under one random projection, so that gradients of different batches
+have inner products and a bank has the same size for every model.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from analysis.measure import estimators
+from analysis.measure.cross_table import WHOLE, choose_space, empty_rows
+from analysis.measure.estimators import Estimator
+from analysis.measure.gradients import differentiate, on_policy_upstream, plan_passes, trained_parameters
+from analysis.measure.knot_search import Knots
+from analysis.measure.rollouts import Batch
+from analysis.statistics.learning_signal import Products
+from jagg_core import ClippedSurrogate, group_advantages
+from jagg_core.distributed import Sharding
+from jagg_core.plans import groups_of
+
+PER_PROMPT = "per prompt"
+CENTRINGS: dict[str, Callable[[Batch], Tensor]] = {
+    PER_PROMPT: lambda batch: batch.advantages,
+    "global": lambda batch: group_advantages(batch.rewards, torch.zeros_like(batch.rewards, dtype=torch.long)),
+    "none": lambda batch: batch.rewards,
+    "ones": lambda batch: torch.ones_like(batch.rewards),
+}
+"""Advantages from rewards: DanceGRPO's, over the whole batch, the raw rewards, and 1 whatever the reward (the leak)."""
+
+
+SIDE_PASSES = (8, 5)
+"""Of spline plans, predicted knots and subsampling per sample: what needs passes of its own, at two prices."""
+
+
+def core(
+    sigmas: Tensor, windows: Sequence[int], jagg_frac: float, knots: Knots, passes: Sequence[int]
+) -> list[Estimator]:
+    """Exact, causal plans, the paper's recipe and its rule on all groups: what the decision is about."""
+    found = [estimators.exact(sigmas)]
+    for window in windows[:2]:
+        found += [estimators.grouped(sigmas, "jagg", window, frac) for frac in dict.fromkeys((jagg_frac, 1.0))]
+    found += [estimators.with_knots(sigmas, "causal", knots["causal"][k]) for k in passes if k in knots["causal"]]
+    # of equal plans the last stands for all, but exact for those that equal it
+    every = (*found, found[0])
+    return list({(*e.plans[0].knots, *e.plans[0].weights.flatten().tolist()): e for e in every}.values())
+
+
+def contenders(sigmas: Tensor, windows: Sequence[int], knots: Knots) -> list[Estimator]:
+    """Further estimators that are the same for every batch: the paper's rule at every window and fraction, others."""
+    found = []
+    for window in windows:
+        count = len(groups_of(sigmas.shape[-1], window))
+        found += [estimators.grouped(sigmas, "jagg", window, routed / count) for routed in range(1, count + 1)]
+    found += [estimators.with_knots(sigmas, "spline", knots["spline"][k]) for k in SIDE_PASSES if k in knots["spline"]]
+    return found + estimators.predicted(sigmas, knots, SIDE_PASSES)
+
+
+def suspects(chosen: Sequence[Estimator], windows: Sequence[int]) -> list[Estimator]:
+    """Those whose bias is looked for under every centring: one of each kind at two prices."""
+    names = ["exact", *(f"jagg-w{window}-f1" for window in windows[:2])]
+    names += [f"{family}-{k}" for family in ("causal", "spline") for k in SIDE_PASSES]
+    return [e for e in chosen if e.name in names]
+
+
+def bank_rows(
+    batch: Batch,
+    objective: ClippedSurrogate,
+    chosen: Mapping[str, Sequence[Estimator]],
+    dimension: int,
+    seed: int,
+    workers: int,
+    progress: Callable[[int], None] | None = None,
+) -> Tensor:
+    """Projected gradients ``[estimators, dimension]`` of one batch, in the order of ``chosen``: centring, estimators.
+
+    Batches of one bank share ``dimension`` and ``seed``.
+    """
+    parameters = trained_parameters(batch.policy)
+    sharding = Sharding(parameters)
+    passes, combines = [], []
+    for centring, some in chosen.items():
+        advantages = CENTRINGS[centring](batch)
+        upstream = on_policy_upstream(batch.policy, batch.trajectory, advantages, objective)
+        found, combine = plan_passes([e.plans[0] for e in some], batch.trajectory, upstream)
+        passes += found
+        combines.append(combine)
+    space = choose_space(parameters, sharding, [WHOLE] * len(parameters), len(passes), "projected", dimension, seed)
+    rows = empty_rows(parameters, space, len(passes))
+    differentiate(batch.policy, sharding, passes, space, rows, workers, progress)
+    combine = torch.block_diag(*(torch.from_numpy(c) for c in combines))
+    return combine.to(rows) @ space.finish(rows).flatten(1)
+
+
+def products(rows: np.ndarray, exact: np.ndarray) -> Products:
+    """Inner products over batches of an estimator's rows ``[m, dimension]`` and of exact's ``[n, dimension]``."""
+    rows, exact = rows.astype(np.float64), exact.astype(np.float64)
+    return Products(exact @ exact.T, rows @ exact.T, rows @ rows.T)
+
+
+def stored_products(found: Products) -> dict[str, list[float | None]]:
+    """Inner products as samples of a record: upper triangle of the estimator's own, and row by row those with exact.
+
+    Six digits are more than statistics over batches need. What is exact itself has no ``cross``.
+    """
+    own = found.own[np.triu_indices(found.m)]
+    equal = np.array_equal(found.cross, found.exact)
+    samples = {"own": own} if equal else {"own": own, "cross": found.cross.flatten()}
+    return {name: [float(f"{value:.6g}") for value in values.tolist()] for name, values in samples.items()}
+
+
+def read_products(samples: Mapping[str, Sequence[float | None]], exact: np.ndarray | None = None) -> Products:
+    """What `stored_products` was made of. ``exact``: its inner products ``[n, n]``; None if these are exact's."""
+    stored = np.array(samples["own"], dtype=np.float64)
+    side = (math.isqrt(8 * len(stored) + 1) - 1) // 2
+    upper = np.zeros((side, side))
+    upper[np.triu_indices(side)] = stored
+    own = upper + np.triu(upper, 1).T
+    exact = own if exact is None else exact
+    if "cross" not in samples:
+        return Products(exact, exact, own)
+    return Products(exact, np.array(samples["cross"], dtype=np.float64).reshape(side, len(exact)), own)

@@ -1,0 +1,156 @@
+"""Predicted costs as tables, a figure and a page, beside what the paper published."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from analysis.report import figures
+from analysis.report.page import render, write_tables_and_figures
+from jagg_core.records import Record, RecordError, read_json, write_atomically
+
+PUBLISHED = Path(__file__).resolve().parents[2] / "results" / "paper" / "published.json"
+"""Figures of the paper, with their source."""
+
+STAGES = {"training step": "step", "update stage": "update"}
+"""What the paper's figures are of, by the names of `PARTS`."""
+
+PARTS = ("group", "update", "step")
+"""What is predicted, from the smallest to what a user waits for."""
+
+TOLERATED = 0.03
+"""Largest difference to a published reduction that needs no explanation."""
+
+
+def costs(record: Record) -> pd.DataFrame:
+    """Predicted seconds and speed-ups, one row per scheme and number of devices.
+
+    Raises:
+        RecordError: no predictions in it.
+    """
+    rows: list[dict[str, Any]] = [
+        cell.settings | cell.values for cell in record.cells if cell.status == "ok" and "scheme" in cell.settings
+    ]
+    frame = pd.DataFrame(rows)
+    if not len(frame):
+        raise RecordError(f"the record of {record.backbone} has no predictions")
+    exact = frame[frame["scheme"] == "exact"].set_index("ranks")
+    for part in PARTS:
+        frame[f"{part}_speed_up"] = frame["ranks"].map(exact[f"{part}_s"]) / frame[f"{part}_s"]
+    exact_backwards = frame["ranks"].map(exact["backwards"])
+    frame["backward_speed_up"] = exact_backwards / frame["backwards"]
+    return frame
+
+
+def beside_the_paper(record: Record, table: pd.DataFrame) -> pd.DataFrame:
+    """Published reductions of time beside predicted ones, on the smallest number of devices of the record.
+
+    A figure of one backbone stands beside predictions for this backbone only. The second prediction leaves the
+    forwards of the steps inside a group out, as closed-form upstream gradients allow.
+    """
+    fewest = table[table["ranks"] == table["ranks"].min()].set_index("scheme")
+    rows = []
+    for figure in read_json(PUBLISHED)["figures"]:
+        part = STAGES.get(figure["what"])
+        if part is None or figure["backbone"] not in (None, record.backbone):
+            continue
+        predicted = {name: 1 - 1 / fewest.loc[name, f"{part}_speed_up"] for name in ("paper", "closed-sequential")}
+        rows.append(
+            {
+                "what": figure["what"],
+                "algorithm": figure["algorithm"],
+                "published": figure["reduction"],
+                "predicted": predicted["paper"],
+                "predicted_without_inner_forwards": predicted["closed-sequential"],
+            }
+        )
+    return pd.DataFrame(rows)
+
+
+def fits(record: Record) -> pd.DataFrame:
+    """The model against measured groups, one row per arm."""
+    rows = []
+    for cell in record.cells:
+        if cell.name.startswith("measured-") and cell.status == "ok":
+            about = {key: cell.values[key] for key in ("backbone", "window", "batch")}
+            rows += [about | {"arm": arm} | found for arm, found in cell.values["arms"].items()]
+    return pd.DataFrame(rows)
+
+
+def sentences(record: Record, table: pd.DataFrame, paper: pd.DataFrame) -> list[str]:
+    """What the predictions say; backward, update and whole step together, never one alone."""
+    said = []
+    settings, machine = record.settings["update"], record.settings["machine"]
+    for ranks, part in table.groupby("ranks", sort=False):
+        row = part[part["scheme"] == "paper"].iloc[0]
+        causal = part["scheme"].str.startswith("causal-")
+        best = part.loc[part[~causal]["step_s"].idxmin()]
+        said.append(
+            f"{ranks} devices: the paper's scheme is {row['backward_speed_up']:.2f}x in backward passes, "
+            f"{row['update_speed_up']:.2f}x in the update, {row['step_speed_up']:.2f}x in the whole step; "
+            f"'{best['label']}' is {best['update_speed_up']:.2f}x and {best['step_speed_up']:.2f}x"
+            + "".join(
+                f"; '{plan['label']}' is {plan['update_speed_up']:.2f}x and {plan['step_speed_up']:.2f}x"
+                for _, plan in part[causal].iterrows()
+            )
+            + "."
+        )
+    for _, row in paper.iterrows():
+        gap = row["predicted"] - row["published"]
+        text = (
+            f"{row['what']}, {row['algorithm']}: {row['published']:.1%} less time published, {row['predicted']:.1%} "
+            f"predicted from W = {settings['window']}, jagg_frac {settings['jagg_frac']:g}, {settings['steps']} steps, "
+            f"{'with' if machine['checkpointing'] else 'without'} checkpointing"
+        )
+        if abs(gap) > TOLERATED:
+            other = row["predicted_without_inner_forwards"]
+            text += (
+                f"; these differ by {abs(gap) * 100:.1f} points. Without the forwards of inner steps {other:.1%} are "
+                "predicted: in doubt is whether the published stage counts them, or the window."
+            )
+        said.append(text if text.endswith(".") else text + ".")
+    return said
+
+
+def printable(frames: dict[str, pd.DataFrame]) -> dict[str, pd.DataFrame]:
+    """Short tables for people; the CSV files hold every column."""
+    table, paper, fitted = (frames[name] for name in ("costs", "beside_the_paper", "fits"))
+    shown = {
+        "costs": pd.DataFrame(
+            {
+                "devices": table["ranks"],
+                "scheme": table["label"],
+                **{f"{part}, s": table[f"{part}_s"].map("{:.3g}".format) for part in PARTS},
+                "backward passes": table["backward_speed_up"].map("{:.2f}x".format),
+                **{f"{part} speed-up": table[f"{part}_speed_up"].map("{:.2f}x".format) for part in PARTS},
+                "all-gathers": table["gathers"].map("{:g}".format),
+                "reduce-scatters": table["scatters"].map("{:g}".format),
+            }
+        )
+    }
+    if len(paper):
+        shares = ("published", "predicted", "predicted_without_inner_forwards")
+        shown["beside_the_paper"] = paper.assign(**{name: paper[name].map("{:.1%}".format) for name in shares}).rename(
+            columns={"predicted_without_inner_forwards": "predicted, without inner forwards"}
+        )
+    if len(fitted):
+        times = {name: fitted[name].map("{:.4g}".format) for name in ("predicted_s", "measured_s")}
+        shown["fits"] = fitted.assign(**times, error=fitted["error"].map("{:+.1%}".format))
+    return shown
+
+
+def write_cost_report(run: Path, record: Record) -> tuple[Path, dict[str, pd.DataFrame], list[str]]:
+    """Tables, figure and ``report.html`` of a record of ``python -m bench cost``. Returns page, short tables, findings.
+
+    Raises:
+        RecordError: no predictions in it.
+    """
+    table = costs(record)
+    frames = {"costs": table, "beside_the_paper": beside_the_paper(record, table), "fits": fits(record)}
+    shown, said = printable(frames), sentences(record, table, frames["beside_the_paper"])
+    pictures = write_tables_and_figures(run, frames, {"cost": figures.cost_by_devices(table)})
+    page = render("cost.html", record=record, findings=said, shown=shown, pictures=pictures)
+    write_atomically(run / "report.html", page.encode())
+    return run / "report.html", shown, said

@@ -1,0 +1,1 @@
+"""Tables, figures and sentences of a calibration or of the main job."""

@@ -1,0 +1,136 @@
+"""What the numbers say, in sentences, from stored records alone."""
+
+from __future__ import annotations
+
+import pandas as pd
+
+from analysis.report import figures
+from analysis.report.fidelity.printable import interval_text
+from analysis.report.fidelity.recommendation import recommend, recommend_signal
+from analysis.report.fidelity.signal_tables import UNTOLD
+from analysis.report.fidelity.tables import windows_of_paper
+from jagg_core.records import Record
+
+
+def paper_estimator(record: Record) -> str:
+    """Name of the paper's recipe in this record: its first window, routed by ``jagg_frac``."""
+    return f"jagg-w{record.settings['windows'][0]}-f{record.settings['jagg_frac']:g}"
+
+
+def findings(record: Record, frames: dict[str, pd.DataFrame]) -> list[str]:
+    """What the numbers say, in sentences; each only if its cells exist."""
+    said = []
+    steps = len(record.schedule)
+    front = frames["pareto"]
+    for eta in record.settings["etas"] if len(front) else ():
+        part = front[front["eta"] == eta]
+        paper = part[part["estimator"] == paper_estimator(record)]
+        causal = part[(part["family"] == "causal") & part["best"]].sort_values("passes")
+        if len(paper) and len(causal):
+            row = paper.iloc[0]
+            said.append(
+                f"eta {eta:g}: the paper's recipe takes {row['passes']} of {steps} passes at cosine "
+                f"{interval_text(row, 'cosine', 4)}."
+            )
+            targets = sorted({0.97, 0.99, record.settings.get("min_cosine", 0.99)})
+            said += [text for target in targets if (text := recommend(record, eta, target)) is not None]
+            jagg = part[(part["family"] == "jagg") & part["best"]]
+            both = jagg.merge(causal, on="passes", suffixes=("_jagg", "_causal"))
+            below = both[both["cosine_causal"] < both["cosine_jagg"]]["passes"].unique().tolist()
+            where = f"lower at {', '.join(map(str, below))} passes" if below else "at least as high at all of them"
+            others = ", at least as high at the others" if 0 < len(below) < both["passes"].nunique() else ""
+            said.append(
+                f"eta {eta:g}: against the paper's rule with its best fraction and window of "
+                f"{windows_of_paper(record, eta)} at the same number of passes ({both['passes'].min()} to "
+                f"{both['passes'].max()}), causal's mean cosine is {where}{others}."
+                if len(both)
+                else f"eta {eta:g}: no common numbers of passes to compare."
+            )
+    said += _fractions(frames["routing"])
+    for cell in record.cells:
+        if cell.name.endswith("/shipped") and cell.status == "ok":
+            for text in (one["text"] for one in cell.values["recommended"].values()):
+                said.append(f"Shipped calibration of {record.backbone}, {text}")
+    signal = frames.get("signal", pd.DataFrame())
+    for _, part in signal.groupby("eta", sort=False) if len(signal) else ():
+        said.append(recommend_signal(record, part)[0])
+    said += _pairs(frames.get("pairs", pd.DataFrame()), record)
+    said += _leaks(frames.get("centring", pd.DataFrame()))
+    for _, row in frames["leak"].iterrows() if len(frames["leak"]) else ():
+        if row["family"] == "causal" or row["estimator"] == f"jagg-w{record.settings['windows'][0]}-f1":
+            verdict = "is not zero" if row["p_value"] < 0.05 else "cannot be told from zero"
+            said.append(
+                f"Leak: with all advantages 1, the mean gradient of '{row['label']}' {verdict} "
+                f"(ratio {row['ratio']:.2f}, p = {row['p_value']:.4f}, {row['n']} batches)."
+            )
+    for name, part in frames["speed"].groupby("backbone", sort=False) if len(frames["speed"]) else ():
+        by_arm = {row["arm"]: row for _, row in part.iterrows()}
+        shown = [
+            f"{figures.ARM_LABELS[arm]} {interval_text(by_arm[arm], 'speed_up', 2)}x"
+            for arm in ("paper-joint", "closed-form-sequential", "closed-form-batched")
+            if arm in by_arm
+        ]
+        text = f"Speed, one group on {name} against exact: {'; '.join(shown)}."
+        if {"exact", "exact-bare"} <= by_arm.keys():
+            overhead = by_arm["exact"]["fastest_s"] / by_arm["exact-bare"]["fastest_s"] - 1
+            text += f" Engine over its bare model calls, fastest rounds: {overhead * 100:+.1f} %."
+        said.append(text)
+    return said
+
+
+def _pairs(pairs: pd.DataFrame, record: Record) -> list[str]:
+    """Every causal plan beside the paper's recipe: is it better, and with how many more samples would one know?
+
+    Undefined differences share a sentence.
+    """
+    if not len(pairs):
+        return []
+    paper, said = paper_estimator(record), []
+    undefined: dict[tuple[float, int, int], list[str]] = {}
+    for _, row in pairs[(pairs["beside_name"] == paper) & pairs["plan_name"].str.startswith("causal-")].iterrows():
+        plan = f"'{row['plan']}' ({row['plan_passes']} passes)"
+        if pd.isna(row["difference"]):
+            undefined.setdefault((row["eta"], row["beside_passes"], row["samples"]), []).append(plan)
+            continue
+        text = f"eta {row['eta']:g}, {plan} beside {_recipe(record, row['beside_passes'])}: "
+        measured = f"difference in the share of the signal that is kept {interval_text(row, 'difference')}"
+        if row["verdict"] != UNTOLD:
+            text += f"it surely {row['verdict']} of the signal; {measured}, from {row['samples']} samples."
+        else:
+            more = "" if pd.isna(row["more_samples"]) else f"; about {int(row['more_samples'])} more would tell"
+            text += f"which is better cannot be told with {row['samples']} samples{more}; {measured}."
+        said.append(text)
+    for (eta, passes, samples), plans in undefined.items():
+        named = plans[0] if len(plans) == 1 else f"{len(plans)} plans ({', '.join(plans)})"
+        said.append(
+            f"eta {eta:g}, {named} beside {_recipe(record, passes)}: undefined, as the signal cannot be told from zero "
+            f"with {samples} samples; take more of them."
+        )
+    return said
+
+
+def _recipe(record: Record, passes: int) -> str:
+    return f"the paper's recipe ({passes} passes) in an update of {record.settings['update_samples']} samples"
+
+
+def _fractions(routing: pd.DataFrame) -> list[str]:
+    """``jagg_frac`` at the threshold that was asked for, a sentence per eta."""
+    said = []
+    for eta, part in routing[routing["asked_for"]].groupby("eta", sort=False) if len(routing) else ():
+        each = [f"{interval_text(row, 'jagg_frac', 2)} (W = {row['window']})" for _, row in part.iterrows()]
+        said.append(
+            f"eta {eta:g}: jagg_frac that keeps every approximated group of the paper's rule at a cosine of "
+            f"{part['threshold'].iloc[0]:g}: {', '.join(each)}."
+        )
+    return said
+
+
+def _leaks(centring: pd.DataFrame) -> list[str]:
+    """Plans whose mean gradient does not vanish when all advantages are 1."""
+    said = []
+    for eta, part in centring[centring["centring"] == "ones"].groupby("eta", sort=False) if len(centring) else ():
+        each = [f"'{row['label']}' {row['leak']:.2f} (p = {row['p_value']:.4f})" for _, row in part.iterrows()]
+        said.append(
+            f"eta {eta:g}: squared mean gradient over its noise with all advantages 1 (no leak: 1): {'; '.join(each)}."
+        )
+    return said

@@ -1,0 +1,42 @@
+"""Files of a report: tables as CSV, figures as PNG and SVG, one self-contained HTML page."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from matplotlib.figure import Figure
+
+from analysis.report import figures
+from jagg_core.records import write_atomically
+
+
+def write_tables_and_figures(
+    run: Path, frames: Mapping[str, pd.DataFrame], made: Mapping[str, Figure]
+) -> dict[str, str]:
+    """Write ``tables/*.csv`` and ``figures/*``. Returns the figures as data for a page, by name."""
+    for name, frame in frames.items():
+        write_atomically(run / "tables" / f"{name}.csv", frame.to_csv(index=False).encode())
+    pictures = {}
+    for name, figure in made.items():
+        for kind, content in figures.rendered(figure).items():
+            write_atomically(run / "figures" / f"{name}.{kind}", content)
+            if kind == "png":
+                pictures[name] = data_uri(content)
+    return pictures
+
+
+def render(template: str, *, shown: Mapping[str, pd.DataFrame], **values: Any) -> str:
+    """A page; ``shown`` are its tables."""
+    environment = Environment(loader=PackageLoader("analysis.report"), autoescape=True, undefined=StrictUndefined)
+    tables = {name: frame.to_html(index=False, border=0, escape=True) for name, frame in shown.items()}
+    return environment.get_template(template).render(tables=tables, **values)
+
+
+def data_uri(png: bytes) -> str:
+    """A picture inside a page."""
+    return "data:image/png;base64," + base64.b64encode(png).decode()

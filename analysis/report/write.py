@@ -1,0 +1,96 @@
+"""The report: tables as CSV, figures as PNG and SVG, and one self-contained HTML page, all from stored records."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pandas as pd
+from matplotlib.figure import Figure
+
+from analysis.report import figures
+from analysis.report.bench.page import write_bench_report
+from analysis.report.checked import read_record, told
+from analysis.report.cost import write_cost_report
+from analysis.report.curves import write_curve_report
+from analysis.report.fidelity import signal_figures, signal_tables, tables
+from analysis.report.fidelity.printable import printable
+from analysis.report.fidelity.recommendation import calibration, lines_to_paste
+from analysis.report.fidelity.sentences import findings, paper_estimator
+from analysis.report.page import data_uri, render, write_tables_and_figures
+from jagg_core.records import Record, RecordError, write_atomically, write_json
+
+
+def make_figures(record: Record, frames: dict[str, pd.DataFrame]) -> dict[str, Figure]:
+    """Every figure that the tables allow, by the name of its file."""
+    made: dict[str, Figure] = {}
+    if len(frames["per_group"]):
+        for window in record.settings["windows"]:
+            made[f"cosine_per_group_w{window}"] = figures.cosine_per_group(frames["per_group"], window)
+    if len(frames["pareto"]):
+        made["pareto"] = figures.pareto_front(frames["pareto"], paper_estimator(record))
+    if len(frames["cross"]):
+        made["cross"] = figures.past_and_future(frames["cross"])
+    if len(frames["knots"]):
+        made["knots"] = figures.knot_placement(frames["knots"], record.schedule)
+    if len(frames["blocks"]):
+        made["blocks"] = figures.block_heat_map(frames["blocks"])
+    if len(frames.get("signal", ())) and frames["signal"]["loss"].notna().any():
+        made["signal_cost"] = signal_figures.signal_per_cost(frames["signal"], record.settings["update_samples"])
+    if len(frames.get("by_batch", ())):
+        made["signal_batch"] = signal_figures.loss_by_batch(frames["by_batch"], record.settings["max_signal_loss"])
+    if len(frames["leak"]):
+        made["leak"] = figures.leak_bars(frames["leak"])
+    if len(frames["speed"]):
+        made["speed"] = figures.speed_bars(frames["speed"])
+    return made
+
+
+def write_report(run: Path) -> tuple[Path, dict[str, pd.DataFrame], list[str]]:
+    """Rebuild tables, figures and ``report.html`` of a run folder. Returns the page, the short tables, the findings.
+
+    Raises:
+        RecordError: no record, or a damaged one; names its file and, as far as that is known, the field.
+    """
+    if not (run / "record.json").exists():
+        raise RecordError(f"{run} holds no record.json: is it the folder of a finished run?")
+    record = read_record(run / "record.json")
+    with told(run / "record.json"):
+        return _write(run, record)
+
+
+def _write(run: Path, record: Record) -> tuple[Path, dict[str, pd.DataFrame], list[str]]:
+    if record.kind == "cost":
+        return write_cost_report(run, record)
+    if record.kind == "bench":
+        return write_bench_report(run, record)
+    if record.kind == "curves":
+        return write_curve_report(run, record)
+    frames = tables.all_tables(record, [read_record(path) for path in sorted(run.glob("speed-*.json"))])
+    if record.kind == "calibrate":
+        frames |= signal_tables.all_tables(record)
+    pictures = write_tables_and_figures(run, frames, make_figures(record, frames))
+    shown, said = printable(frames), findings(record, frames)
+    lines: list[str] = []
+    on_page: list[str] = []
+    for eta in record.settings["etas"]:
+        if any(c.name == f"eta={eta:g}/knots" and c.status == "ok" for c in record.cells):
+            file = run / f"calibration-eta{eta:g}.json"
+            found = calibration(record, eta, frames)
+            write_json(file, found)
+            lines += lines_to_paste(record, eta, found["recommended"], file)
+            # the page is the same in every folder; the file lies beside it
+            on_page += lines_to_paste(record, eta, found["recommended"], Path(file.name))
+    samples = run / "samples.png"
+    page = render(
+        "report.html",
+        shown=shown,
+        record=record,
+        steps=len(record.schedule),
+        findings=said,
+        lines=on_page,
+        pictures=pictures,
+        samples=data_uri(samples.read_bytes()) if samples.exists() else None,
+        sample_cell=next((c for c in record.cells if c.name == "samples" and c.status == "ok"), None),
+    )
+    write_atomically(run / "report.html", page.encode())
+    return run / "report.html", shown, said + lines

@@ -1,0 +1,1 @@
+"""Computes numbers from numbers: intervals, learning signal, `jagg_frac`, kinds of parameters."""

@@ -1,0 +1,56 @@
+"""Calibration files: what ``analysis calibrate`` stores and a trainer reads."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from jagg_core.plans.constructors import causal_plan, spline_plan
+from jagg_core.plans.plan import Plan
+from jagg_core.records import RecordError, read_json
+from jagg_core.trajectory import ReplayMismatch, Trajectory
+
+
+def read_plan(
+    path: Path | str,
+    passes: int,
+    *,
+    family: str = "causal",
+    predict: bool = False,
+    trajectory: Trajectory | None = None,
+) -> Plan:
+    """Reads the calibrated plan with this many passes from a ``calibration-*.json`` of ``analysis``.
+
+    ``family``: ``"causal"`` or ``"spline"``. ``predict``: for causal plans alone, see `causal_plan`.
+    ``trajectory``: a rollout that the plan will be used on. With it, a calibration of another schedule, kernel,
+    timestep mode, guidance or backbone is refused here; without it, another schedule is refused by the engine.
+
+    Raises:
+        RecordError: not a calibration file, or a damaged one.
+        ValueError: a family or number of passes that was not calibrated, or ``predict`` with another family.
+        ReplayMismatch: the trajectory was made under other settings; names the first that differs.
+    """
+    data = read_json(Path(path))
+    if not isinstance(data, dict) or data.get("kind") != "calibration":
+        raise RecordError(f"{path}: not a calibration file")
+    try:
+        sigmas = torch.tensor(data["schedule"], dtype=torch.float64)
+        plans = {name: {n: plan["knots"] for n, plan in found.items()} for name, found in data["plans"].items()}
+        made_with = {**data["signature"], **{key: data[key] for key in ("transition", "timestep_mode")}}
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise RecordError(f"{path}: damaged calibration file: {error}") from error
+    if predict and family != "causal":
+        raise ValueError(f"predict is for the family causal, found {family!r}")
+    if family not in plans:
+        raise ValueError(f"family must be one of {sorted(plans)}, found {family!r}")
+    if str(passes) not in plans[family]:
+        raise ValueError(f"passes must be one of {sorted(map(int, plans[family]))}, found {passes}")
+    if trajectory is not None:
+        trajectory.require(sigmas=sigmas)
+        ours = {"transition": repr(trajectory.transition), "timestep_mode": trajectory.timestep_mode}
+        for key, found in (trajectory.signature | ours).items():
+            if found != made_with.get(key, found):
+                raise ReplayMismatch(f"{key}: calibrated with {made_with[key]}, the rollout used {found}")
+    knots = plans[family][str(passes)]
+    return causal_plan(sigmas, knots, predict) if family == "causal" else spline_plan(sigmas, knots)

@@ -71,6 +71,7 @@ def host_trajectory(
     *,
     steps: Tensor | None = None,
     velocity: Tensor | None = None,
+    mean: Tensor | None = None,
     noise: Tensor | None = None,
     normalised: bool = True,
     timestep_mode: TimestepMode = "float",
@@ -81,8 +82,8 @@ def host_trajectory(
     """A trajectory from the tensors that a trainer stored, batch first and in any order of steps.
 
     The closed form, interpolated upstream gradients and predicted knots need the noise of the rollout: as it is, or
-    from the rollout's velocities, which give ``(next - mean) / scale``. With neither the update runs the network at
-    every step (``upstream="autograd"``). With one of them, log-probabilities are checked against it.
+    from the rollout's means or velocities, which give ``(next - mean) / scale``. With none the update runs the network
+    at every step (``upstream="autograd"``). With one of them, log-probabilities are checked against it.
 
     Args:
         latents: state before each step, ``[B, S, *D]``; kept in fp32 at least.
@@ -91,8 +92,9 @@ def host_trajectory(
         schedule: the whole one, ``[N + 1]``, decreasing.
         transition: the kernel of the rollout.
         steps: which steps of the schedule were stored, ``[S]``, or ``[B, S]`` where samples differ; sorted here from
-            high noise to low, row by row. None: the first S.
+            high noise to low, row by row. None: the first S. The last step only under a kernel with noise there.
         velocity: of the rollout, guided if it was, ``[B, S, *D]``.
+        mean: of the rollout's steps, ``[B, S, *D]``, where a trainer stores that.
         noise: of the rollout, ``[B, S, *D]``.
         normalised: False for Gaussian log-probabilities without ``-log(scale) - log(2 pi) / 2``, as DanceGRPO has them.
         timestep_mode: what the network is told; see `jagg_core.schedule.network_sigma`.
@@ -114,13 +116,14 @@ def host_trajectory(
         )
     if 0 in log_probs.shape:
         raise ValueError(f"at least one sample and one step are needed, found log_probs {list(log_probs.shape)}")
-    for name, given in (("velocity", velocity), ("noise", noise)):
-        if given is not None and given.shape != latents.shape:
+    kept = {name: x for name, x in (("velocity", velocity), ("mean", mean), ("noise", noise)) if x is not None}
+    for name, given in kept.items():
+        if given.shape != latents.shape:
             raise ValueError(f"{name} must have the shape {list(latents.shape)} of latents, found {list(given.shape)}")
-    if velocity is not None and noise is not None:
-        raise ValueError("velocity and noise say the same: give one of them")
-    if velocity is None and noise is None and weights_version is not None:
-        raise ValueError("weights_version allows the closed form, which needs velocity or noise; found neither")
+    if len(kept) > 1:
+        raise ValueError(f"{' and '.join(kept)} say the same: give one of them")
+    if not kept and weights_version is not None:
+        raise ValueError("weights_version allows the closed form, which needs velocity, mean or noise; found none")
     if not normalised and transition.convention != "gaussian":
         raise ValueError(f"normalised must be True for {type(transition).__name__}, which has no normalising term")
     schedule = check_sigmas(schedule, "schedule")
@@ -130,7 +133,8 @@ def host_trajectory(
     batch, count = latents.shape[:2]
     if rows is not None and rows.shape != (batch,):
         raise ValueError(f"rows must have shape [{batch}], found {list(rows.shape)}")
-    stored = _steps(steps, batch, count, len(schedule) - 1)
+    has_noise = bool(transition.coefficients(schedule[-2], schedule[-1]).scale > 0)
+    stored = _steps(steps, batch, count, len(schedule) - 1 - (not has_noise))
     order = stored.argsort(dim=-1)
     stored = stored.gather(-1, order)
     ordered = order.expand(batch, count)
@@ -144,12 +148,13 @@ def host_trajectory(
     drawn = after.new_full((), math.nan).expand_as(after) if noise is None else in_order(noise).to(after.dtype)
     sigmas, next_sigmas = schedule[stored], schedule[stored + 1]
     coefficients = [transition.coefficients(sigmas[..., j], next_sigmas[..., j]) for j in range(count)]
-    if velocity is not None:
-        velocities = in_order(velocity).to(after.dtype)
+    if velocity is not None or mean is not None:
+        found = in_order(mean if velocity is None else velocity).to(after.dtype)
         drawn = torch.empty_like(after)
         for j, (a, b, scale) in enumerate(coefficients):
-            mean = expand(a, after[j]) * before[j] + expand(b, after[j]) * velocities[j]
-            drawn[j] = (after[j] - mean) / expand(scale, after[j])
+            if velocity is not None:
+                found[j] = expand(a, after[j]) * before[j] + expand(b, after[j]) * found[j]
+            drawn[j] = (after[j] - found[j]) / expand(scale, after[j])
     if not normalised:
         constants = [-(scale.log() + math.log(2 * math.pi) / 2) for _, _, scale in coefficients]
         log_probs = log_probs + torch.stack([c.expand(batch) for c in constants]).to(log_probs)
@@ -167,7 +172,7 @@ def host_trajectory(
         weights_version=weights_version,
         signature=dict(signature or {}),
     )
-    if velocity is not None or noise is not None:
+    if kept:
         _check_log_probs(trajectory, coefficients)
     return trajectory
 
@@ -192,15 +197,15 @@ def _check_log_probs(trajectory: Trajectory, coefficients: Sequence[Coefficients
         )
 
 
-def _steps(steps: Tensor | None, batch: int, count: int, sampled: int) -> Tensor:
-    """The stored steps on the CPU, ``[S]`` or ``[B, S]``, once they are known to be trainable."""
+def _steps(steps: Tensor | None, batch: int, count: int, trainable: int) -> Tensor:
+    """The stored steps on the CPU, ``[S]`` or ``[B, S]``, once they are known to be of the first ``trainable``."""
     found = torch.arange(count) if steps is None else torch.as_tensor(steps, dtype=torch.long).cpu()
     if found.shape not in ((count,), (batch, count)):
         raise ValueError(f"steps must have shape [{count}] or [{batch}, {count}], found {list(found.shape)}")
-    if found.min() < 0 or found.max() > sampled - 2:
+    if found.min() < 0 or found.max() >= trainable:
         raise ValueError(
-            f"steps must lie in 0..{sampled - 2}, found {int(found.min())} to {int(found.max())}: the last of the "
-            f"{sampled} sampling steps is not trained"
+            f"steps must lie in 0..{trainable - 1}, the steps that have noise, found {int(found.min())} to "
+            f"{int(found.max())}"
         )
     if (found.sort(dim=-1).values.diff(dim=-1) == 0).any():
         raise ValueError(f"steps must differ from one another within a sample, found {found.tolist()}")

@@ -56,6 +56,30 @@ def test_noise_follows_from_velocities(kernel: Transition) -> None:
     assert found.fingerprint == trajectory.fingerprint
     given = host_trajectory(**stored(trajectory, noise=trajectory.noise.transpose(0, 1)))
     assert torch.equal(given.noise, trajectory.noise)
+    means = torch.stack([trajectory.mean(j) for j in range(trajectory.steps)], 1)
+    by_mean = host_trajectory(**stored(trajectory, mean=means))
+    torch.testing.assert_close(by_mean.noise, trajectory.noise, rtol=1e-9, atol=1e-9)
+
+
+def test_a_last_step_with_noise_is_trained() -> None:
+    """flow_grpo's and UniRL's windows may end at the last step; their kernels but CPS have noise there."""
+    policy, kernel, schedule = MlpField(), DanceSDE(0.3), SCHEDULE
+    trajectory = make_rollout(policy, transition=kernel)
+    z, told = trajectory.next_latents[-1], schedule[-2].expand(4)
+    mean, scale = kernel_step(kernel, z, policy.velocity(z, told, torch.arange(4)), schedule[-2], schedule[-1])
+    after = (mean + scale * noise_like(*z.shape)).detach()
+    old = kernel.log_prob(after, mean, scale)
+    found = host_trajectory(
+        z[:, None], after[:, None], old.detach()[:, None], schedule, kernel, steps=torch.tensor([6]), mean=mean[:, None]
+    )
+    policy.zero_grad()
+    OBJECTIVE.surrogate(old - old.detach(), ADVANTAGES).sum().backward()
+    expected = flat_gradient(policy)
+    policy.zero_grad()
+    plan_update(policy, found, ADVANTAGES, exact_plan(found.sigmas), OBJECTIVE, scale=1.0)
+    assert relative_error(flat_gradient(policy), expected) < 1e-12
+    with pytest.raises(ValueError, match=r"steps must lie in 0..5, the steps that have noise, found 6 to 6"):
+        host_trajectory(z[:, None], after[:, None], old.detach()[:, None], schedule, CPS(0.7), steps=torch.tensor([6]))
 
 
 def test_rows_in_any_order_are_sorted_from_high_noise_to_low() -> None:
@@ -156,10 +180,10 @@ def test_bf16_latents_pass_the_check() -> None:
         ({"log_probs": torch.zeros(4, 5)}, r"log_probs \[B, S\], found"),
         ({"next_latents": torch.zeros(4, 6, 3)}, "latents and next_latents must have shape"),
         ({"velocity": torch.zeros(4, 6, 3, 1)}, r"velocity must have the shape \[4, 6, 3, 2\]"),
-        ({"noise": torch.zeros(4, 6, 3, 2), "velocity": torch.zeros(4, 6, 3, 2)}, "give one of them"),
-        ({"weights_version": 1}, "weights_version allows the closed form, which needs velocity or noise"),
+        ({"noise": torch.zeros(4, 6, 3, 2), "velocity": torch.zeros(4, 6, 3, 2)}, "velocity and noise say the same"),
+        ({"weights_version": 1}, "weights_version allows the closed form, which needs velocity, mean or noise"),
         ({"steps": torch.arange(5)}, r"steps must have shape \[6\] or \[4, 6\], found \[5\]"),
-        ({"steps": torch.arange(1, 7)}, r"steps must lie in 0..5, found 1 to 6: the last of the 7 sampling steps"),
+        ({"steps": torch.arange(2, 8)}, r"steps must lie in 0..6, the steps that have noise, found 2 to 7"),
         ({"steps": torch.tensor([0, 1, 2, 3, 4, 4])}, "steps must differ from one another"),
         ({"schedule": dance_schedule(7).flip(0)}, "schedule must decrease strictly"),
         ({"timestep_mode": "floor"}, "timestep_mode must be one of"),

@@ -30,6 +30,8 @@ class Report:
         backward_calls: calls of ``torch.autograd.backward``, or of ``backward_fn``.
         upstream, backward: the modes that ran. anticipating: see `Plan.anticipating`.
         log_ratio_by_step: largest magnitude of the log ratio at each step where it was evaluated.
+        log_ratios: ``[B, T]``, for a trainer's own figures: 0 where the closed form takes the ratio as 1, NaN at steps
+            of weight zero.
         seconds: per phase (forward, upstream, backward), if a clock was given.
     """
 
@@ -49,6 +51,7 @@ class Report:
     backward: str
     anticipating: bool
     log_ratio_by_step: dict[int, float] = field(default_factory=dict)
+    log_ratios: Tensor = field(default_factory=lambda: torch.empty(0, 0), repr=False, compare=False)
     seconds: dict[str, float] = field(default_factory=dict)
 
 
@@ -75,3 +78,10 @@ def figures_of(
 def largest_by_step(log_ratios: dict[int, Tensor]) -> dict[int, float]:
     """Largest magnitude of log ratios ``[B]``, by step."""
     return dict(zip(log_ratios, torch.stack(list(log_ratios.values())).abs().amax(1).tolist(), strict=True))
+
+
+def ratios_of(known: dict[int, Upstream], log_ratios: dict[int, Tensor], steps: int) -> Tensor:
+    """Log ratios ``[B, steps]``: those that were evaluated, else those that the upstream gradients hold, else NaN."""
+    found = {step: upstream.log_ratio for step, upstream in known.items()} | log_ratios
+    missing = torch.full_like(next(iter(found.values())), torch.nan)
+    return torch.stack([found.get(step, missing) for step in range(steps)], 1)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from jagg_core.engine.modes import BackwardMode, Modes, PartlyClipped, UpstreamMode, choose_modes
 from jagg_core.engine.passes import Passes
-from jagg_core.engine.report import RatioNoise, Report, figures_of, largest_by_step
+from jagg_core.engine.report import RatioNoise, Report, figures_of, largest_by_step, ratios_of
 from jagg_core.engine.routing import Weights
 from jagg_core.engine.upstream import WAYS, UpstreamGradients
 from jagg_core.objective import ClippedSurrogate
@@ -191,5 +191,6 @@ class _Update:
             backward=self.modes.backward,
             anticipating=self.plan.anticipating,
             log_ratio_by_step=largest_by_step(log_ratios),
+            log_ratios=ratios_of(known, log_ratios, self.plan.steps),
             seconds=dict(passes.seconds),
         )

@@ -33,6 +33,19 @@ def test_report_names_the_largest_ratio_of_every_step() -> None:
     assert sorted(report.log_ratio_by_step) == list(range(trajectory.steps))
     assert report.log_ratio_by_step[3] == pytest.approx(0.25)
     assert max(v for k, v in report.log_ratio_by_step.items() if k != 3) < 1e-9
+    expected = torch.zeros(trajectory.batch, trajectory.steps).double()
+    expected[1, 3] = 0.25
+    torch.testing.assert_close(report.log_ratios, expected)
+
+
+def test_ratios_that_were_not_evaluated_are_those_of_the_closed_form() -> None:
+    field = MlpField()
+    trajectory = make_rollout(field)
+    weights = torch.tensor([[0.0, 1, 1, 0, 0, 0], [0, 0, 0, 1, 1, 1]])
+    plan = Plan.from_weights(trajectory.sigmas, [1, 3], weights, "without the first step")
+    report = accumulate_gradients(field, trajectory, ADVANTAGES, plan, ClippedSurrogate(), upstream="closed_form")
+    assert report.log_ratios.isnan().all(0).nonzero().flatten().tolist() == [0]
+    assert report.log_ratios[:, 1:].abs().max() < 1e-9
 
 
 @pytest.mark.parametrize("backward", ["joint", "sequential"])

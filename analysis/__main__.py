@@ -18,10 +18,11 @@ from analysis.measure.rollouts import Recipe
 from analysis.measure.study import Study
 from analysis.report import manifest
 from analysis.report.write import write_report
+from jagg_core.checks import require_device
 from jagg_core.flags import add_flags, given
 from jagg_core.grpo import PRESETS, preset
 from jagg_core.grpo.settings import RolloutSettings
-from jagg_core.records import Record, RecordError, only_run_in, write_json
+from jagg_core.records import Record, RecordError, only_run_in, require_writable, write_json
 
 CHECKOUT = Path(__file__).resolve().parent.parent
 AS_IT_IS = argparse.RawDescriptionHelpFormatter
@@ -138,6 +139,7 @@ def main(argv: list[str] | None = None) -> None:
     try:
         if arguments.command == "manifest":
             if arguments.rerun:
+                require_writable(arguments.root / manifest.NAME)
                 try:
                     manifest.rerun(arguments.root, CHECKOUT)
                 except CalledProcessError as error:
@@ -155,6 +157,7 @@ def main(argv: list[str] | None = None) -> None:
             settings = settings_from(arguments)
             _, run, ending, _ = COMMANDS[arguments.command]
             out = arguments.out or Path("results") / f"{settings.backbone.replace(':', '-')}{ending}"
+            require_device(settings.device)
             with only_run_in(out):
                 run(settings, out)
         failed = show(out)

@@ -20,6 +20,8 @@ from bench.memory import run_memory_bench
 from bench.progress import Part, print_line
 from bench.suite import PRESETS, run_suite
 from bench.update import UpdateBench, run_update_bench
+from jagg_core.checks import require_device
+from jagg_core.distributed import ranks_here, require_device_each
 from jagg_core.flags import add_flags, given
 from jagg_core.records import Record, only_run_in, require_writable
 
@@ -84,6 +86,7 @@ def _add_collectives(commands: Any) -> None:
 def count_collectives(arguments: argparse.Namespace) -> Record:
     """Count, write the record, and print counts per sharded unit, and findings. Under torchrun, rank 0 does so."""
     settings = settings_of(given(arguments, CollectiveBench))
+    require_device_each(settings.device, 1 if settings.pretend else ranks_here(settings.ranks))
     require_writable(arguments.out)
     record = run_collective_bench(settings, Part(print_line).at)
     if is_first():
@@ -128,6 +131,7 @@ def _add_update(commands: Any) -> None:
 def time_update(arguments: argparse.Namespace) -> Record:
     """Time training steps, write the record, and print their speed-ups and those of their parts."""
     settings = UpdateBench(**given(arguments, UpdateBench))
+    require_device(settings.device)
     require_writable(arguments.out)
     with tqdm(desc=f"time {settings.backbone}") as bar:
         record = run_update_bench(settings, progress=_shown_on(bar))
@@ -161,6 +165,7 @@ def _add_memory(commands: Any) -> None:
 def measure_memory(arguments: argparse.Namespace) -> Record:
     """Measure, write the record, and print a line per arm."""
     settings = GroupBench(**given(arguments, GroupBench))
+    require_device(settings.device)
     require_writable(arguments.out)
     record = run_memory_bench(settings, progress=Part(print_line).at)
     record.write(arguments.out)
@@ -218,6 +223,7 @@ def _add_cost(commands: Any) -> None:
 def time_group(arguments: argparse.Namespace) -> Record:
     """Time a group, write the record, and print its speed-ups."""
     settings = GroupBench(**given(arguments, GroupBench))
+    require_device(settings.device)
     require_writable(arguments.out)
     with tqdm(desc=f"time {settings.backbone}") as bar:
         record = run_group_bench(settings, progress=_shown_on(bar))

@@ -164,6 +164,7 @@ def train_backbone(arguments: argparse.Namespace) -> None:
 
     name, path = arguments.name, arguments.out or weights_path(arguments.name)
     steps = RECIPES[name].steps if arguments.steps is None else arguments.steps
+    require_writable(path)
     settings = replace(RECIPES[name], seed=arguments.seed, steps=steps)
     loss = _run_training(name, steps, lambda p: train_pixel_backbone(TRAINED[name], settings, path, progress=p))
     print(f"wrote {path}: mean loss of the last steps {loss:.4f}")
@@ -175,6 +176,7 @@ def train_reward(arguments: argparse.Namespace) -> None:
 
     name, path = arguments.name, arguments.out or classifier_path(arguments.name)
     steps = RECIPES[name].steps if arguments.steps is None else arguments.steps
+    require_writable(path)
     accuracy = _run_training(name, steps, lambda p: train_classifier(name, path, steps, arguments.seed, p))
     print(f"wrote {path}: held-out accuracy {accuracy * 100:.1f} %")
 

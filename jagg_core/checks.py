@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from typing import get_args
 
+import torch
+
 
 def require_at_least(settings: object, **minimum: int) -> None:
     """Raise ValueError, naming the setting and what was found, unless each attribute is at least its minimum."""
@@ -27,3 +29,22 @@ def require_positive(settings: object, *names: str) -> None:
         value = getattr(settings, name)
         if not 0 < value < math.inf:
             raise ValueError(f"{name} must be positive and finite, found {value}")
+
+
+def require_device(device: torch.device | str) -> torch.device:
+    """The device of that name.
+
+    Raises:
+        ValueError: no such device on this machine, or this build of torch does not reach it; names those that it has.
+    """
+    try:
+        made = torch.device(device)
+        torch.empty(0, device=made)
+    except (AssertionError, RuntimeError) as error:
+        allowed = ["cpu", *(["cuda"] if torch.cuda.device_count() else [])]
+        allowed += [f"cuda:{index}" for index in range(torch.cuda.device_count())]
+        reason = (str(error) or type(error).__name__).splitlines()[0]
+        raise ValueError(
+            f"device {str(device)!r} cannot be used here: {reason}; allowed: {', '.join(allowed)}"
+        ) from error
+    return made

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from jagg_core.checks import require_device
 from jagg_core.policy import VelocityPolicy
 
 T = TypeVar("T")
@@ -129,11 +130,58 @@ def join(device: str, timeout: int) -> torch.device:
     """Join the process group that ``torchrun`` set up, if it did. Returns this rank's device.
 
     ``timeout``: seconds that a rank waits for the others.
+
+    Raises:
+        ValueError: a variable of ``torchrun`` is missing or no such number, or see `require_device_each`.
     """
-    world = int(os.environ.get("WORLD_SIZE", "1"))
+    world = _launched("WORLD_SIZE", 1) if "WORLD_SIZE" in os.environ else 1
     if world == 1 or dist.is_initialized():
-        return torch.device(device)
-    return join_as(int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"]), world, device, timeout)
+        return require_device(device)
+    missing = [name for name in LAUNCH if name not in os.environ]
+    if missing:
+        raise ValueError(
+            f"WORLD_SIZE is {world}, and {', '.join(missing)} must be set with it: start the ranks with torchrun, or "
+            "unset WORLD_SIZE for one process"
+        )
+    place, local = _launched("RANK", 0, world), _launched("LOCAL_RANK", 0, world)
+    require_device_each(device, ranks_here(local + 1))
+    return join_as(place, local, world, device, timeout)
+
+
+LAUNCH = ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+"""What ``torchrun`` sets beside ``WORLD_SIZE`` and ranks cannot do without."""
+
+
+def ranks_here(otherwise: int) -> int:
+    """Ranks on this machine as ``torchrun`` tells them, ``otherwise`` without it."""
+    return _launched("LOCAL_WORLD_SIZE", 1) if "LOCAL_WORLD_SIZE" in os.environ else otherwise
+
+
+def _launched(name: str, low: int, end: int | None = None) -> int:
+    """A variable of the launcher, a whole number of at least ``low`` and below ``end``."""
+    text = os.environ[name]
+    if not (text.isascii() and text.isdigit()) or int(text) < low or (end is not None and int(text) >= end):
+        wanted = f"of at least {low}" if end is None else f"from {low} to {end - 1}"
+        raise ValueError(f"{name} must be a whole number {wanted}, as torchrun sets it, got {text!r}")
+    return int(text)
+
+
+def require_device_each(device: str, here: int) -> None:
+    """Check that each of the ``here`` ranks of this machine has a device.
+
+    Raises:
+        ValueError: no such device, a GPU by its number, or more ranks than GPUs.
+    """
+    made = require_device(device)
+    if made.type != "cuda":
+        return
+    if made.index is not None:
+        raise ValueError(f"device must be cuda or cpu on several ranks, of which each takes its own, got {device!r}")
+    if here > torch.cuda.device_count():
+        raise ValueError(
+            f"ranks of this machine must be at most its {torch.cuda.device_count()} GPUs with device {device!r}, "
+            f"got {here}"
+        )
 
 
 def join_as(

@@ -160,17 +160,37 @@ def write_json(path: Path, data: Any) -> None:
 
 
 def require_writable(path: Path) -> None:
-    """Make the folder of a file that will be written, before the work that leads to it.
+    """Make the folder of a file that will be written, and try a write there, before the work that leads to it.
 
     Raises:
-        ValueError: the path is a folder, or lies below a file.
+        ValueError: the path is a folder, lies below a file, or nothing can be written there.
     """
+    _require_folder(path.parent)
+    if os.path.isdir(path):  # unlike Path.is_dir, which raises for a name that is too long
+        raise ValueError(f"out must be a file, got the folder {path}")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, temporary = _temporary(path)
+        os.close(handle)
+        Path(temporary).unlink()
     except OSError as error:
-        raise ValueError(f"out: {path} cannot be written: {error}") from error
-    if path.is_dir():
-        raise ValueError(f"out: {path} is a folder, a file is needed")
+        raise ValueError(f"out: {path} cannot be written: {error.strerror}") from error
+
+
+def _require_folder(folder: Path) -> None:
+    """Make the folder if need be. Raises ValueError, naming the file in the way if there is one, where it cannot."""
+    for above in (folder, *folder.parents):
+        if os.path.lexists(above) and not os.path.isdir(above):
+            kind = "file" if os.path.exists(above) else "broken link"
+            raise ValueError(f"out must be {'' if above == folder else 'below '}a folder, got the {kind} {above}")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"out: the folder {folder} cannot be made: {error.strerror}") from error
+
+
+def _temporary(path: Path) -> tuple[int, str]:
+    """An open file beside ``path``, and its name."""
+    return tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
 
 
 @contextmanager
@@ -181,7 +201,7 @@ def only_run_in(folder: Path) -> Iterator[None]:
     file systems without such locks are not guarded.
 
     Raises:
-        ValueError: another run holds it, or the path lies below a file.
+        ValueError: another run holds it, the path is a file or lies below one, or nothing can be written there.
     """
     path = folder / ".lock"
     require_writable(path)
@@ -206,7 +226,7 @@ def only_run_in(folder: Path) -> Iterator[None]:
 def write_atomically(path: Path, content: bytes) -> None:
     """Write a file through a temporary one beside it and a rename."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    handle, temporary = _temporary(path)
     try:
         with os.fdopen(handle, "wb") as file:
             file.write(content)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import io
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -193,6 +194,78 @@ def test_a_bad_setting_names_itself(arguments: list[str], message: str, tmp_path
 def test_a_flag_that_cannot_be_read(flag: str, value: str, capsys: Capture) -> None:
     assert refused(["sample", flag, value]) == 2
     assert flag in capsys.readouterr().err
+
+
+# Where results go, and on what they are made
+
+DIGITS = ["--backbone", "digits-flux"]
+WRITING = {
+    "jagg_core": [
+        ["sample", *DIGITS],
+        ["backbones", "train", "digits-flux"],
+        ["rewards", "train", "digits"],
+        ["train", "--reward.name", "ink"],
+    ],
+    "bench": [
+        ["group", *DIGITS],
+        ["update", *DIGITS],
+        ["memory", *DIGITS],
+        ["collectives", *DIGITS],
+        ["cost"],
+        ["run", "--preset", "smoke"],
+    ],
+    "analysis": [[name, *DIGITS] for name in ("reproduce", "calibrate", "collect", "curves")],
+}
+"""Every command with ``--out``, by package."""
+EVERY_WRITING = [(package, command) for package, all_of_it in WRITING.items() for command in all_of_it]
+NAMES = [" ".join((package, *command)) for package, command in EVERY_WRITING]
+
+
+def test_every_command_that_writes_is_listed() -> None:
+    writing = {
+        (package, flag.removesuffix(" --out"))
+        for package, (parser, _) in PARSERS.items()
+        for flag, _ in flags(parser())
+        if flag.endswith(" --out")
+    }
+    listed = {(p, " ".join(c[:2] if c[0] in ("backbones", "rewards") else c[:1])) for p, c in EVERY_WRITING}
+    assert listed == writing | {("jagg_core", "train")}
+
+
+@pytest.mark.parametrize(("package", "command"), EVERY_WRITING, ids=NAMES)
+def test_a_place_that_cannot_be_written_is_refused_before_the_work(
+    package: str, command: list[str], tmp_path: Path, capsys: Capture
+) -> None:
+    (tmp_path / "file").write_text("x")
+    assert refused([*command, "--out", str(tmp_path / "file/x")], PARSERS[package][1]) == 2
+    said = capsys.readouterr().err.splitlines()
+    assert re.search(r"error: out must be (below )?a folder, got the file .*/file$", said[-1])
+    assert (tmp_path / "file").read_text() == "x"
+
+
+@pytest.mark.parametrize(
+    ("package", "command"),
+    [
+        ("jagg_core", ["sample", *DIGITS]),
+        ("jagg_core", ["backbones", "check", "digits-flux"]),
+        ("jagg_core", ["train", "--reward.name", "ink"]),
+        *[("bench", [name, *DIGITS]) for name in ("group", "update", "memory", "collectives")],
+        *[("analysis", command) for command in WRITING["analysis"][:-1]],
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else value,
+)
+def test_a_device_that_is_not_here_is_one_line(
+    package: str, command: list[str], tmp_path: Path, capsys: Capture
+) -> None:
+    out = [] if "check" in command else ["--out", str(tmp_path / "x")]
+    flag = "--model.device" if "train" in command else "--device"
+    for device in ("gpu", "cuda:4096"):
+        assert refused([*command, *out, flag, device], PARSERS[package][1]) == 2
+        said = capsys.readouterr().err
+        assert f"error: device '{device}' cannot be used here: " in said
+        assert said.splitlines()[-1].endswith("; allowed: cpu") or torch.cuda.is_available()
+        assert "Traceback" not in said
+    assert list(tmp_path.iterdir()) == []
 
 
 # Training

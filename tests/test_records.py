@@ -26,6 +26,7 @@ from jagg_core.records import (
     plain,
     read_json,
     recorded,
+    require_writable,
     write_atomically,
     write_json,
 )
@@ -160,10 +161,40 @@ def test_where_there_are_no_locks_nothing_is_guarded(
         pass
 
 
-def test_a_folder_below_a_file_is_refused(tmp_path: Path) -> None:
+def test_a_file_where_a_folder_is_needed_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
-    with pytest.raises(ValueError, match="cannot be written"), only_run_in(tmp_path / "file" / "run"):
+    (tmp_path / "gone").symlink_to(tmp_path / "nothing")
+    for folder, message in (
+        ("file", "out must be a folder, got the file .*/file$"),
+        ("file/run/deep", "out must be below a folder, got the file .*/file$"),
+        ("gone", "out must be a folder, got the broken link .*/gone$"),
+    ):
+        with pytest.raises(ValueError, match=message), only_run_in(tmp_path / folder):
+            pass
+    with pytest.raises(ValueError, match=r"out must be a folder, got the file .*/file$"):
+        require_writable(tmp_path / "file/x.json")
+    with pytest.raises(ValueError, match=f"out must be a file, got the folder {tmp_path}$"):
+        require_writable(tmp_path)
+    assert (tmp_path / "file").read_text() == "x"
+
+
+def test_a_write_is_tried_before_the_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    require_writable(tmp_path / "deep/x.json")
+    assert list((tmp_path / "deep").iterdir()) == []
+    with pytest.raises(ValueError, match=r"out: .* cannot be written: File name too long$"):
+        require_writable(tmp_path / ("x" * 300))
+
+    def read_only(*_: object, **__: object) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr("tempfile.mkstemp", read_only)
+    with pytest.raises(ValueError, match=r"out: .*x\.json cannot be written: Read-only file system$"):
+        require_writable(tmp_path / "x.json")
+    with pytest.raises(ValueError, match="cannot be written: Read-only"), only_run_in(tmp_path / "run"):
         pass
+    monkeypatch.setattr(Path, "mkdir", read_only)
+    with pytest.raises(ValueError, match=r"out: the folder .*new cannot be made: Read-only file system$"):
+        require_writable(tmp_path / "new/x.json")
 
 
 # Strict JSON

@@ -15,6 +15,7 @@ import torch
 from jagg_core.backbones.pixel import DIGITS_FLUX, PHOTOS_FLUX, PHOTOS_QWEN, PixelSpec, build_pixel_backbone
 from jagg_core.backbones.pretrained import MODELS, load_pretrained
 from jagg_core.backbones.protocol import Backbone
+from jagg_core.checks import require_device
 from jagg_core.imports import import_object
 from jagg_core.options import read_values, require_options
 
@@ -101,10 +102,7 @@ def load_backbone(
     require_options("backbone", name, load, options)
     if not dtype.is_floating_point:
         raise ValueError(f"dtype must be floating point, found {dtype}")
-    try:
-        torch.empty(0, device=device)
-    except (AssertionError, RuntimeError) as error:
-        raise ValueError(f"device {str(device)!r} cannot be used here: {error}") from error
+    require_device(device)
     backbone = load(device, dtype, **options)
     _require_members(name, backbone)
     return backbone

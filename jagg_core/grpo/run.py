@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
+from jagg_core.checks import require_device
 from jagg_core.distributed import on_first_rank, rank, ranks
 from jagg_core.environment import environment
 from jagg_core.grpo import checkpoint
@@ -56,7 +57,7 @@ def train(
         TrainingStopped: too many updates were skipped; what was logged and checkpointed stays.
         RankFailed: something failed on one of several ranks, see there.
     """
-    device = torch.device(config.model.device)
+    device = require_device(config.model.device)
     with ExitStack() as held:
         on_first_rank(lambda: _hold(held, config, folder, resume), device)
         trainer = _begun(config, folder, resume, warm_start)

@@ -10,7 +10,17 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, Shard
 
-from jagg_core.distributed import FirstError, Piece, Sharding, on_any_rank, on_first_rank, raise_together, told_by_ranks
+from jagg_core.distributed import (
+    FirstError,
+    Piece,
+    Sharding,
+    join,
+    on_any_rank,
+    on_first_rank,
+    raise_together,
+    require_device_each,
+    told_by_ranks,
+)
 
 
 class Part:
@@ -136,3 +146,64 @@ def test_on_one_rank_errors_and_texts_are_as_they_are() -> None:
     assert on_first_rank(lambda: 3, device) == 3
     with pytest.raises(ZeroDivisionError):
         on_first_rank(lambda: 1 // 0, device)
+
+
+# How ranks are started
+
+LAUNCHED = {
+    "WORLD_SIZE": "2",
+    "RANK": "0",
+    "LOCAL_RANK": "0",
+    "LOCAL_WORLD_SIZE": "2",
+    "MASTER_ADDR": "localhost",
+    "MASTER_PORT": "1",
+}
+
+
+@pytest.mark.parametrize(
+    ("changed", "device", "message"),
+    [
+        ({"RANK": None}, "cpu", "WORLD_SIZE is 2, and RANK must be set with it: start the ranks with torchrun"),
+        ({"LOCAL_RANK": None, "MASTER_PORT": None}, "cpu", "LOCAL_RANK, MASTER_PORT must be set with it"),
+        ({"WORLD_SIZE": "two"}, "cpu", "WORLD_SIZE must be a whole number of at least 1, .* got 'two'"),
+        ({"WORLD_SIZE": ""}, "cpu", "WORLD_SIZE must be a whole number of at least 1, .* got ''"),
+        ({"WORLD_SIZE": "0"}, "cpu", "WORLD_SIZE must be a whole number of at least 1, .* got '0'"),
+        ({"RANK": "2"}, "cpu", "RANK must be a whole number from 0 to 1, .* got '2'"),
+        ({"LOCAL_WORLD_SIZE": "x"}, "cpu", "LOCAL_WORLD_SIZE must be a whole number of at least 1, .* got 'x'"),
+        ({}, "gpu", "device 'gpu' cannot be used here"),
+        ({}, "cuda:4096", "device 'cuda:4096' cannot be used here"),
+        (
+            {"LOCAL_WORLD_SIZE": "4096"},
+            "cuda",
+            "device 'cuda' cannot be used here|ranks of this machine must be at most",
+        ),
+    ],
+)
+def test_a_launch_that_cannot_work_is_refused_before_ranks_wait(
+    changed: dict[str, str | None], device: str, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in (LAUNCHED | changed).items():
+        if value is None:
+            monkeypatch.delenv(name, raising=False)
+        else:
+            monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match=message) as caught:
+        join(device, 1)
+    assert len(str(caught.value).splitlines()) == 1
+
+
+def test_ranks_need_a_gpu_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("jagg_core.distributed.require_device", torch.device)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    require_device_each("cuda", 2)
+    require_device_each("cpu", 64)
+    with pytest.raises(ValueError, match="at most its 2 GPUs with device 'cuda', got 3"):
+        require_device_each("cuda", 3)
+    with pytest.raises(ValueError, match="of which each takes its own, got 'cuda:1'"):
+        require_device_each("cuda:1", 2)
+
+
+def test_one_process_joins_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    assert join("cpu", 1) == torch.device("cpu")
+    assert not torch.distributed.is_initialized()

@@ -16,6 +16,9 @@ from jagg_core.transitions import Coefficients, Transition, expand
 LOG_PROB_TOLERANCE = 1e-2
 """Stored log-probabilities may differ by this much from those of the stored noise: latents kept in bf16 do."""
 
+SAME_SIGMA = 1e-6
+"""Sigmas that differ by less are one: fp32 rounds them."""
+
 
 class HostPolicy:
     """A trainer's own forward as a `jagg_core.policy.VelocityPolicy`.
@@ -44,6 +47,37 @@ class HostPolicy:
             raise ValueError("parameters must be None under DeepSpeed ZeRO-3, which empties them between passes")
         self.guidance = None if guidance is None else float(guidance)
         self._settings = dict(settings or {})
+
+    @classmethod
+    def from_mean(
+        cls,
+        mean: Callable[[Tensor, Tensor, Tensor], Tensor],
+        schedule: Tensor,
+        transition: Transition,
+        parameters: Iterable[Tensor] | None = None,
+    ) -> HostPolicy:
+        """Builds a policy from a trainer's function for the mean of a step, which holds network, guidance and kernel.
+
+        The velocity is ``(mean - a z) / b`` with the kernel's coefficients a and b.
+
+        Args:
+            mean: function of latents ``[N, *D]``, steps of the schedule ``[N]`` and rows ``[N]`` that gives the mean of
+                the states after these steps, ``[N, *D]``.
+            schedule: ``[N + 1]``, decreasing.
+            transition: the kernel that the mean is of.
+            parameters: as for the class.
+        """
+        sigmas = check_sigmas(schedule, "schedule")
+
+        def velocity(latents: Tensor, sigma: Tensor, rows: Tensor) -> Tensor:
+            distance = (sigmas[:-1] - sigma.double().cpu()[:, None]).abs()
+            if (distance.amin(1) > SAME_SIGMA).any():
+                raise ValueError(f"sigma must be one of the schedule's under from_mean, found {sigma.tolist()}")
+            steps = distance.argmin(1)
+            a, b, _ = transition.coefficients(sigmas[steps], sigmas[steps + 1])
+            return (mean(latents, steps.to(latents.device), rows) - expand(a, latents) * latents) / expand(b, latents)
+
+        return cls(velocity, parameters)
 
     def velocity(self, latents: Tensor, sigma: Tensor, rows: Tensor) -> Tensor:
         """See `jagg_core.policy.VelocityPolicy`."""
@@ -86,7 +120,7 @@ def host_trajectory(
     at every step (``upstream="autograd"``). With one of them, log-probabilities are checked against it.
 
     Args:
-        latents: state before each step, ``[B, S, *D]``; kept in fp32 at least.
+        latents: state before each step, ``[B, S, *D]``; kept in fp32 at least. All others are taken to its device.
         next_latents: state after each step, ``[B, S, *D]``.
         log_probs: of the rollout, ``[B, S]``.
         schedule: the whole one, ``[N + 1]``, decreasing.
@@ -141,7 +175,8 @@ def host_trajectory(
 
     def in_order(values: Tensor) -> Tensor:
         there = ordered.to(values.device)
-        return at_least_fp32(values.detach())[torch.arange(batch, device=there.device)[:, None], there].transpose(0, 1)
+        chosen = values.detach()[torch.arange(batch, device=there.device)[:, None], there]
+        return at_least_fp32(chosen.to(latents.device)).transpose(0, 1)
 
     before, after, log_probs = in_order(latents), in_order(next_latents), in_order(log_probs)
     # without noise: NaN, so that it can never be used unnoticed

@@ -270,3 +270,25 @@ def test_partitioned_parameters_are_refused() -> None:
     parameter.ds_id = 0  # type: ignore[attr-defined]
     with pytest.raises(ValueError, match="parameters must be None under DeepSpeed ZeRO-3"):
         HostPolicy(lambda latents, sigma, rows: latents, [parameter])
+
+
+@each_kernel
+def test_a_policy_from_the_mean_of_a_step_is_the_velocitys(kernel: Transition) -> None:
+    field = MlpField()
+    trajectory = make_rollout(field, transition=kernel)
+    seen: set[int] = set()
+
+    def mean(latents: Tensor, steps: Tensor, rows: Tensor) -> Tensor:
+        seen.update(steps.tolist())
+        sigma, after = SCHEDULE[steps].to(latents), SCHEDULE[steps + 1].to(latents)
+        return kernel_step(kernel, latents, field.velocity(latents, sigma, rows), sigma, after)[0]
+
+    policy = HostPolicy.from_mean(mean, SCHEDULE, kernel, field.parameters())
+    plan = causal_plan(trajectory.sigmas, [0, 3])
+    expected, _ = gradient(field, trajectory, ADVANTAGES, plan, OBJECTIVE, "autograd")
+    field.zero_grad()
+    accumulate_gradients(policy, trajectory, ADVANTAGES, plan, OBJECTIVE, "autograd")
+    assert relative_error(flat_gradient(field), expected) < 1e-10
+    assert seen == set(range(6))
+    with pytest.raises(ValueError, match="sigma must be one of the schedule's under from_mean"):
+        policy.velocity(trajectory.latents[0], SCHEDULE[:1].expand(4) - 0.01, torch.arange(4))

@@ -24,7 +24,8 @@ from bench.work import is_published
 from jagg_core.backbones import list_backbones
 from jagg_core.backbones.registry import TRAINED
 from jagg_core.environment import command_line
-from jagg_core.records import Cell, Record, write_atomically
+from jagg_core.files import write_atomically
+from jagg_core.records import Cell, Record
 
 Settings = GroupBench | CollectiveBench
 Kind = Literal["group", "update", "memory", "collectives"]

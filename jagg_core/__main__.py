@@ -25,8 +25,9 @@ from jagg_core.backbones import (
 )
 from jagg_core.backbones.check import TOLERANCE, Finding, check_backbone
 from jagg_core.backbones.registry import TRAINED
+from jagg_core.files import write_atomically
 from jagg_core.images import image_grid, png_bytes
-from jagg_core.records import require_writable, write_atomically
+from jagg_core.records import require_writable
 
 DTYPES = [str(dtype).removeprefix("torch.") for dtype in TOLERANCE]
 SAMPLE_EXAMPLE = (

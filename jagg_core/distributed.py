@@ -110,12 +110,6 @@ def rank() -> int:
     return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
 
 
-def barrier() -> None:
-    """Wait for every rank."""
-    if ranks() > 1:
-        dist.barrier()
-
-
 def gathered(values: Tensor) -> Tensor:
     """``values`` [N, ...] of all ranks, in their order, ``[ranks * N, ...]``; equal shapes everywhere."""
     if ranks() == 1:

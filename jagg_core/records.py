@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from jagg_core.environment import environment
+from jagg_core.files import remove_partial, temporary_beside, write_atomically
 
 SCHEMA_VERSION = 1
 
@@ -169,9 +169,7 @@ def require_writable(path: Path) -> None:
     if os.path.isdir(path):  # unlike Path.is_dir, which raises for a name that is too long
         raise ValueError(f"out must be a file, got the folder {path}")
     try:
-        handle, temporary = _temporary(path)
-        os.close(handle)
-        Path(temporary).unlink()
+        temporary_beside(path).unlink()
     except OSError as error:
         raise ValueError(f"out: {path} cannot be written: {error.strerror}") from error
 
@@ -188,14 +186,11 @@ def _require_folder(folder: Path) -> None:
         raise ValueError(f"out: the folder {folder} cannot be made: {error.strerror}") from error
 
 
-def _temporary(path: Path) -> tuple[int, str]:
-    """An open file beside ``path``, and its name."""
-    return tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-
-
 @contextmanager
 def only_run_in(folder: Path) -> Iterator[None]:
-    """Hold a folder for one run, so that no second one writes into it meanwhile. The folder is made if need be.
+    """Holds a folder for one run, so that no second one writes into it meanwhile. The folder is made if need be.
+
+    What a killed run left half written in it is removed first.
 
     The system lets go of the lock when the process ends, however it ends; the empty file ``.lock`` stays. Systems and
     file systems without such locks are not guarded.
@@ -219,24 +214,10 @@ def only_run_in(folder: Path) -> Iterator[None]:
             ) from None
         except OSError:  # a file system without locks
             pass
+        else:
+            remove_partial(folder)
         os.set_inheritable(file.fileno(), True)  # a child with close_fds=False holds it too, also after its parent
         yield
-
-
-def write_atomically(path: Path, content: bytes) -> None:
-    """Write a file through a temporary one beside it and a rename."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = _temporary(path)
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
 
 
 def read_json(path: Path) -> Any:

@@ -12,7 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from jagg_core.records import plain, write_atomically
+from jagg_core.files import write_atomically
+from jagg_core.records import plain
 
 Arrays = dict[str, np.ndarray]
 

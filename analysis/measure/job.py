@@ -28,9 +28,10 @@ from analysis.statistics.parameter_kinds import ordered_blocks, parameter_blocks
 from jagg_core import ClippedSurrogate, Plan, exact_plan
 from jagg_core.backbones import load_backbone
 from jagg_core.environment import command_line, environment
+from jagg_core.files import write_atomically
 from jagg_core.images import image_grid, png_bytes
 from jagg_core.plans import groups_of
-from jagg_core.records import Record, recorded, write_atomically
+from jagg_core.records import Record, recorded
 from jagg_core.rewards import load_reward, reward_versions
 from jagg_core.seeding import derive_seed
 from jagg_core.trajectory import policy_signature, weights_version

@@ -9,7 +9,8 @@ import pandas as pd
 
 from analysis.report import figures
 from analysis.report.page import render, write_tables_and_figures
-from jagg_core.records import Record, RecordError, read_json, write_atomically
+from jagg_core.files import write_atomically
+from jagg_core.records import Record, RecordError, read_json
 
 PUBLISHED = Path(__file__).resolve().parents[2] / "results" / "paper" / "published.json"
 """Figures of the paper, with their source."""

@@ -12,7 +12,8 @@ from matplotlib.figure import Figure
 from analysis.report import curve_tables
 from analysis.report.figures import legend_below, style
 from analysis.report.page import render, write_tables_and_figures
-from jagg_core.records import Record, write_atomically
+from jagg_core.files import write_atomically
+from jagg_core.records import Record
 
 LOOKS: dict[str, tuple[str, str, str]] = {
     "exact": ("black", "*", "-"),

@@ -12,7 +12,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from matplotlib.figure import Figure
 
 from analysis.report import figures
-from jagg_core.records import write_atomically
+from jagg_core.files import write_atomically
 
 
 def write_tables_and_figures(

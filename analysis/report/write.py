@@ -17,7 +17,8 @@ from analysis.report.fidelity.printable import printable
 from analysis.report.fidelity.recommendation import calibration, lines_to_paste
 from analysis.report.fidelity.sentences import findings, paper_estimator
 from analysis.report.page import data_uri, render, write_tables_and_figures
-from jagg_core.records import Record, RecordError, write_atomically, write_json
+from jagg_core.files import write_atomically
+from jagg_core.records import Record, RecordError, write_json
 
 
 def make_figures(record: Record, frames: dict[str, pd.DataFrame]) -> dict[str, Figure]:

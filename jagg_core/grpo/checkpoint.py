@@ -15,7 +15,8 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from jagg_core.distributed import barrier, rank
+from jagg_core.distributed import RankFailed, on_first_rank, rank, ranks
+from jagg_core.files import PARTIAL
 from jagg_core.records import RecordError, read_json, write_json
 
 STATE = "state.json"
@@ -27,35 +28,58 @@ class DamagedCheckpoint(UserWarning):
 
 
 def save(folder: Path, update: int, tensors: Mapping[str, Tensor], state: Mapping[str, Any], keep: int) -> Path:
-    """Write the checkpoint of ``update`` into ``folder``, and remove all but the newest ``keep``.
+    """Writes the checkpoint of ``update`` into ``folder``, and removes all but the newest ``keep``.
 
-    Called on every rank; ``tensors`` may be sharded, ``state`` is the first rank's.
+    Called on every rank; ``tensors`` may be sharded and of any memory layout, ``state`` is the first rank's.
+
+    Raises:
+        OSError: it cannot be written, as on a full disk; nothing of it stays.
+        RankFailed: in its place on several ranks.
     """
     import torch.distributed.checkpoint as dcp  # here and below, as it takes a second
 
-    final, partial = folder / _name(update), folder / f".partial-{_name(update)}"
-    if rank() == 0:
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-    barrier()
-    writer = dcp.HuggingFaceStorageWriter(str(partial), save_distributed=True)
-    with _quiet():
-        dcp.save(dict(tensors), storage_writer=writer, no_dist=not dist.is_initialized())
-    barrier()
-    if rank() == 0:
-        files = {path.name: path.stat().st_size for path in sorted(partial.iterdir())}
-        write_json(partial / STATE, {**state, "update": update, "files": files})
-        shutil.rmtree(final, ignore_errors=True)
-        partial.rename(final)
-        for old in checkpoints(folder)[:-keep]:
-            shutil.rmtree(old)
-    barrier()
+    final, partial = folder / _name(update), folder / f"{PARTIAL}{_name(update)}"
+    device = next(iter(tensors.values())).device
+    try:
+        on_first_rank(lambda: _make_empty(partial), device)
+        writer = dcp.HuggingFaceStorageWriter(str(partial), save_distributed=True)
+        dense = {name: t if t.is_contiguous() else t.contiguous() for name, t in tensors.items()}
+        with _quiet(), _failures_as(OSError):
+            dcp.save(dense, storage_writer=writer, no_dist=not dist.is_initialized())
+        on_first_rank(lambda: _finish(partial, final, {**state, "update": update}), device)
+    except BaseException:
+        if rank() == 0:
+            shutil.rmtree(partial, ignore_errors=True)
+        raise
+    on_first_rank(lambda: _keep_newest(folder, keep), device)
     return final
+
+
+def _make_empty(partial: Path) -> None:
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+
+
+def _finish(partial: Path, final: Path, state: dict[str, Any]) -> None:
+    files = {path.name: path.stat().st_size for path in sorted(partial.iterdir())}
+    write_json(partial / STATE, {**state, "files": files})
+    shutil.rmtree(final, ignore_errors=True)
+    partial.rename(final)
+
+
+def _keep_newest(folder: Path, keep: int) -> None:
+    for old in checkpoints(folder)[:-keep]:
+        shutil.rmtree(old)
 
 
 def checkpoints(folder: Path) -> list[Path]:
     """Checkpoints in ``folder``, oldest first."""
     return sorted(path for path in folder.glob("update-*") if path.is_dir())
+
+
+def newest_whole(folder: Path) -> Path | None:
+    """The newest checkpoint that is whole; None without any."""
+    return next((path for path in reversed(checkpoints(folder)) if why_damaged(path) is None), None)
 
 
 def newest(folder: Path) -> Path | None:
@@ -98,7 +122,7 @@ def load_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
     """Read into ``tensors``, in place, on every rank.
 
     Raises:
-        ValueError: the checkpoint lacks one of them, or has it in another shape.
+        ValueError: the checkpoint lacks one of them, has it in another shape, or cannot be read.
     """
     import torch.distributed.checkpoint as dcp
 
@@ -108,12 +132,29 @@ def load_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
         if name not in stored or stored[name].size != tensor.shape:
             found = f"shape {list(stored[name].size)}" if name in stored else "none"
             raise ValueError(f"{path.name}: {name} of shape {list(tensor.shape)} is needed, found {found}")
-    with _quiet():
+    with _quiet(), _failures_as(ValueError):
         dcp.load(dict(tensors), storage_reader=reader, no_dist=not dist.is_initialized())
 
 
 def _name(update: int) -> str:
     return f"update-{update:08d}"
+
+
+@contextmanager
+def _failures_as(kind: type[Exception]) -> Iterator[None]:
+    """Raises torch's error, which holds a traceback for every rank, as one line of that kind."""
+    from torch.distributed.checkpoint.api import CheckpointException
+
+    try:
+        yield
+    except CheckpointException as error:
+        causes = {number: cause for number, (cause, _) in error.failures.items()}
+        for cause in causes.values():
+            if not isinstance(cause, Exception):  # Ctrl-C
+                raise cause from error
+        if ranks() == 1:
+            raise kind(str(causes[0])) from error
+        raise RankFailed("; ".join(f"rank {number}: {cause}" for number, cause in causes.items())) from error
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from jagg_core.distributed import RankFailed, join, rank
 from jagg_core.grpo.config import GRPOConfig
 from jagg_core.grpo.metrics import Metrics
 from jagg_core.grpo.presets import PRESETS, preset
-from jagg_core.grpo.run import train
+from jagg_core.grpo.run import WriteFailed, train
 from jagg_core.grpo.trainer import TrainingStopped
 
 EXAMPLE = (
@@ -74,7 +74,7 @@ def main(argv: Sequence[str]) -> None:
             trainer = train(
                 config, arguments.out, resume=arguments.resume, warm_start=arguments.warm_start, progress=progress
             )
-    except (TrainingStopped, RankFailed) as error:
+    except (TrainingStopped, RankFailed, WriteFailed) as error:
         sys.exit(f"python -m jagg_core train: stopped: {error}")
     except KeyboardInterrupt:
         print("\npython -m jagg_core train: interrupted; --resume goes on after the newest checkpoint", file=sys.stderr)

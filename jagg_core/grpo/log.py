@@ -9,8 +9,8 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any, TextIO
 
+from jagg_core.files import write_atomically
 from jagg_core.grpo.settings import RunSettings
-from jagg_core.records import write_atomically
 
 
 class Log:

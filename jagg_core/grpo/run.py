@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-from safetensors.torch import save_file
-
 from jagg_core.checks import require_device
-from jagg_core.distributed import on_first_rank, rank, ranks
+from jagg_core.distributed import RankFailed, on_first_rank, rank, ranks
 from jagg_core.environment import environment
+from jagg_core.files import remove_partial, write_tensors
 from jagg_core.grpo import checkpoint
 from jagg_core.grpo.config import GRPOConfig
 from jagg_core.grpo.learner import Learner
@@ -29,6 +27,10 @@ FREE = {
     "run": ("updates", "checkpoint_every", "keep", "max_skipped", "timeout", "tensorboard", "wandb"),
 }
 """Settings that a resumed run may change, beside those of ``parallel``; all others decide what is computed."""
+
+
+class WriteFailed(OSError):
+    """A file of a run could not be written; names the newest whole checkpoint."""
 
 
 def train(
@@ -55,22 +57,26 @@ def train(
         ValueError: another run is at work in the folder, it holds a run and ``resume`` is not set, a run with other
             settings is resumed, or a checkpoint does not fit.
         TrainingStopped: too many updates were skipped; what was logged and checkpointed stays.
-        RankFailed: something failed on one of several ranks, see there.
+        WriteFailed: a log, a checkpoint or the weights could not be written, as on a full disk.
+        RankFailed: something else failed on one of several ranks, see there.
     """
     device = require_device(config.model.device)
     with ExitStack() as held:
         on_first_rank(lambda: _hold(held, config, folder, resume), device)
         trainer = _begun(config, folder, resume, warm_start)
-        logs = on_first_rank(lambda: _open_logs(folder, trainer), device) or {}
+        with _writing(folder):
+            logs = on_first_rank(lambda: _open_logs(folder, trainer), device) or {}
         for log in logs.values():
             held.callback(log.close)
-        _go_on(trainer, folder / "checkpoints", logs, progress)
-        export(trainer.learner, folder / "weights.safetensors")
+        _go_on(trainer, folder, logs, progress)
+        with _writing(folder):
+            export(trainer.learner, folder / "weights.safetensors")
     return trainer
 
 
 def _hold(held: ExitStack, config: GRPOConfig, folder: Path, resume: bool) -> None:
     held.enter_context(only_run_in(folder))
+    remove_partial(folder / "checkpoints")
     _require_fresh_or_same(config, folder, resume)
 
 
@@ -94,35 +100,46 @@ def _begun(config: GRPOConfig, folder: Path, resume: bool, warm_start: Path | No
 
 def _go_on(
     trainer: GRPOTrainer,
-    checkpoints: Path,
+    folder: Path,
     logs: Mapping[str, Log],
     progress: Callable[[Metrics], None] | None,
 ) -> None:
-    """Make the updates that are left."""
+    """Makes the updates that are left."""
     config, device = trainer.config, trainer.learner.backbone.device
+
+    def add(name: str, row: Mapping[str, Any]) -> None:
+        with _writing(folder):
+            on_first_rank(lambda: logs[name].add(row), device)
+
     while trainer.update < config.run.updates:
         every = config.plan.recalibrate_every
         if every and trainer.update and trainer.update % every == 0:
-            found = trainer.recalibrate()
-            _add(logs, "recalibration", {"update": trainer.update, **found}, device)
+            add("recalibration", {"update": trainer.update, **trainer.recalibrate()})
         try:
             metrics = trainer.step()
         except TrainingStopped as stopped:
-            _add(logs, "metrics", stopped.metrics.row(), device)
+            add("metrics", stopped.metrics.row())
             raise
-        _add(logs, "metrics", metrics.row(), device)
+        add("metrics", metrics.row())
         if config.run.eval_every and trainer.update % config.run.eval_every == 0:
-            _add(logs, "evaluation", {"update": trainer.update, **trainer.evaluate()}, device)
+            add("evaluation", {"update": trainer.update, **trainer.evaluate()})
         every = config.run.checkpoint_every
         if trainer.update == config.run.updates or (every and trainer.update % every == 0):
-            write(trainer, checkpoints)
+            with _writing(folder):
+                write(trainer, folder / "checkpoints")
         if progress is not None:
             progress(metrics)
 
 
-def _add(logs: Mapping[str, Log], name: str, row: Mapping[str, Any], device: torch.device) -> None:
-    """Log a row on the first rank; where that fails, as on a full disk, the run ends on all."""
-    on_first_rank(lambda: logs[name].add(row), device)
+@contextmanager
+def _writing(folder: Path) -> Iterator[None]:
+    """Ends the run on every rank if the body cannot write: one line, with the checkpoint that the run goes on from."""
+    try:
+        yield
+    except (OSError, RankFailed) as error:
+        whole = checkpoint.newest_whole(folder / "checkpoints")
+        after = "no checkpoint yet" if whole is None else f"the newest whole checkpoint is {whole}"
+        raise WriteFailed(f"{folder} cannot be written: {error}; {after}") from error
 
 
 def write(trainer: GRPOTrainer, folder: Path) -> Path:
@@ -154,10 +171,7 @@ def export(learner: Learner, path: Path) -> None:
             found = found.full_tensor() if hasattr(found, "full_tensor") else found.clone()
             if rank() == 0:  # whole weights on every rank may be more than the host has
                 whole[name] = found.float().cpu()
-    if rank() == 0:
-        partial = path.with_name(f".{path.name}")
-        save_file(whole, partial)
-        partial.replace(path)
+    on_first_rank(lambda: write_tensors(path, whole), learner.backbone.device)
 
 
 def _open_logs(folder: Path, trainer: GRPOTrainer) -> dict[str, Log]:

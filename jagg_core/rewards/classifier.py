@@ -17,12 +17,12 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from jagg_core.backbones.datasets import PHOTOS, Crops, Labelled, digits, photos
 from jagg_core.backbones.training import one_cycle
 from jagg_core.checks import require_at_least
+from jagg_core.files import write_tensors
 from jagg_core.rewards.base import check_images
 
 HELD_OUT_SEED = 2**40
@@ -340,8 +340,6 @@ def train_classifier(
         "held_out_images": str(len(images)),
         "settings": json.dumps(asdict(settings), sort_keys=True),
     }
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    save_file(tensors, path, metadata=metadata)
+    write_tensors(Path(path), tensors, metadata)
     _shipped.cache_clear()
     return accuracy

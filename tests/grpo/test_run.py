@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import multiprocessing
 import shutil
 import signal
+import subprocess
+import sys
 import time
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
+from jagg_core.files import PARTIAL
 from jagg_core.grpo import GRPOTrainer, TrainingStopped, checkpoint, train
 from jagg_core.grpo.checkpoint import DamagedCheckpoint
 from jagg_core.grpo.learner import Learner
 from jagg_core.grpo.log import Log, read_rows
-from jagg_core.grpo.run import read, write
-from jagg_core.records import only_run_in
+from jagg_core.grpo.run import WriteFailed, read, write
+from jagg_core.records import only_run_in, plain
 from tests.grpo.runs import SMALL, changed, differing, tensors, train_until_killed, weights
 
 
@@ -230,6 +236,80 @@ def test_knots_are_searched_anew_and_a_resumed_run_has_them(tmp_path: Path) -> N
     shutil.rmtree(newest(tmp_path))  # a run killed in its third update searched those knots already
     train(config, tmp_path, resume=True)
     assert read_rows(tmp_path / "recalibration.csv") == [row]
+
+
+def test_weights_of_any_memory_layout_are_written_and_restored(tmp_path: Path) -> None:
+    config = changed(
+        model={"backbone": "tests.grpo.convolutions:channels_last"},
+        reward={"name": "redness"},
+        run={"updates": 3, "checkpoint_every": 1},
+    )
+    whole = train(config, tmp_path / "whole")
+    layouts = {name: tensor.is_contiguous() for name, tensor in whole.learner.tensors().items() if tensor.ndim > 1}
+    assert len(layouts) == 2 * 4 and not any(layouts.values())
+    train(changed(config, run={"updates": 2}), tmp_path / "run")
+    resumed = train(config, tmp_path / "run", resume=True)
+    assert differing(tensors(resumed), tensors(whole)) == []
+    exported = load_file(tmp_path / "run" / "weights.safetensors")
+    assert all(torch.equal(exported[name], tensors(whole)[f"average/{name}"]) for name in whole.learner.names)
+
+
+@pytest.mark.parametrize("updates", [1, 3])
+def test_a_full_disk_ends_a_run_with_one_line_and_leaves_nothing_half_written(updates: int, tmp_path: Path) -> None:
+    """A limit on file sizes that a checkpoint exceeds, from the first one on or after one was written."""
+    folder = tmp_path / "run"
+    if updates > 1:
+        train(changed(run={"updates": 1}), folder)
+    code = (
+        "import resource\nfrom jagg_core.__main__ import main\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))\n"
+        f"main({train_arguments(folder, updates)!r})"
+    )
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert found.returncode == 1 and "Traceback" not in found.stderr
+    told = found.stderr.splitlines()[-1]
+    assert f"stopped: {folder} cannot be written: " in told and "File too large" in told
+    whole = folder / "checkpoints" / "update-00000001"
+    assert told.endswith(f"the newest whole checkpoint is {whole}" if updates > 1 else "no checkpoint yet")
+    assert list(folder.rglob(f"{PARTIAL}*")) == []
+    if updates > 1:
+        assert train(changed(run={"updates": updates}), folder, resume=True).update == updates
+
+
+def train_arguments(folder: Path, updates: int) -> list[str]:
+    """`SMALL` for the command line, resumed."""
+    config = folder.with_name("config.json")
+    config.write_text(json.dumps(plain(asdict(changed(run={"updates": updates})))))
+    return ["train", "--config", str(config), "--out", str(folder), "--resume"]
+
+
+def test_what_a_killed_run_left_half_written_is_removed_at_the_next_start(
+    whole: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path
+) -> None:
+    folder = copied(whole, tmp_path)
+    (folder / "checkpoints" / f"{PARTIAL}update-00000009").mkdir()
+    (folder / f"{PARTIAL}12345678-weights.safetensors").write_bytes(b"x")
+    with pytest.raises(ValueError, match="holds a run already"):
+        train(SMALL, folder)
+    assert list(folder.rglob(f"{PARTIAL}*")) == []
+
+
+def test_a_log_that_cannot_be_written_names_the_newest_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    add = Log.add
+
+    def full(self: Log, row: dict[str, Any]) -> None:
+        if row["update"] == 2:
+            raise OSError(errno.ENOSPC, "No space left on device", str(self.path))
+        add(self, row)
+
+    monkeypatch.setattr(Log, "add", full)
+    told = (
+        r"run cannot be written: .*No space left on device: .*metrics.csv.*; the newest whole .* is .*update-00000001"
+    )
+    with pytest.raises(WriteFailed, match=told):
+        train(changed(run={"updates": 3, "checkpoint_every": 1}), tmp_path / "run")
 
 
 class TestLog:

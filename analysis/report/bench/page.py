@@ -17,7 +17,8 @@ from analysis.report.cost import PUBLISHED
 from analysis.report.fidelity.printable import interval_text
 from analysis.report.figures import arm_label
 from analysis.report.page import render, write_tables_and_figures
-from jagg_core.records import Record, read_json, write_atomically
+from jagg_core.files import write_atomically
+from jagg_core.records import Record, read_json
 
 FRAMES = {"group": "groups", "memory": "memory", "collectives": "collectives", "update": "updates"}
 """File names of the tables, by kind of cell."""

@@ -18,11 +18,12 @@ from typing import Any, ClassVar, Literal
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from jagg_core.backbones.lora import add_lora, check_lora
 from jagg_core.backbones.repairs import ExactTimestep
+from jagg_core.files import write_tensors
 from jagg_core.policy import guided
 
 
@@ -255,6 +256,5 @@ def spec_json(spec: PixelSpec) -> str:
 
 def save_pixel_weights(spec: PixelSpec, module: nn.Module, path: Path, notes: dict[str, str]) -> None:
     """Write the weights in half precision (fp16) with the configuration and ``notes`` in the metadata."""
-    tensors = {key: value.detach().half().contiguous() for key, value in module.state_dict().items()}
-    path.parent.mkdir(parents=True, exist_ok=True)
-    save_file(tensors, path, metadata={"spec": spec_json(spec), **notes})
+    tensors = {key: value.detach().half() for key, value in module.state_dict().items()}
+    write_tensors(path, tensors, {"spec": spec_json(spec), **notes})

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save
 from torch import Tensor
 from tqdm import tqdm
 
-from jagg_core.records import write_atomically
+from jagg_core.files import write_atomically
 from jagg_core.seeding import generator_for
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from argparse import ArgumentError
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from jagg_core.distributed import RankFailed, join, rank
 from jagg_core.grpo.config import GRPOConfig
 from jagg_core.grpo.metrics import Metrics
 from jagg_core.grpo.presets import PRESETS, preset
+from jagg_core.grpo.reading import MODE, check_flags, load_yaml, require_values
 from jagg_core.grpo.run import WriteFailed, train
 from jagg_core.grpo.trainer import TrainingStopped
 
@@ -26,16 +28,24 @@ EXAMPLE = (
 def parser(overrides: dict[str, dict[str, Any]]) -> Any:
     """The command line: a flag for every setting, with the defaults of a preset."""
     try:
-        from jsonargparse import ArgumentParser
+        from jsonargparse import ArgumentParser, set_loader
+        from yaml import YAMLError
     except ImportError as error:
         raise ValueError("training needs jsonargparse: pip install 'jagg-core[grpo]'") from error
+    set_loader(MODE, load_yaml, exceptions=(YAMLError,))
     top = ArgumentParser(
         prog="python -m jagg_core train",
-        description="GRPO with any plan. Flags go before --config, --config before --preset.",
+        description="GRPO with any plan. Flags override the file, the file overrides the preset.",
         epilog=EXAMPLE,
+        parser_mode=MODE,
+        exit_on_error=False,
     )
     top.add_argument("--preset", choices=sorted(PRESETS), help="defaults of a public trainer")
-    top.add_argument("--config", action="config", help="YAML or JSON with any of the settings below")
+    top.add_argument(
+        "--config",
+        action="config",
+        help="YAML or JSON of the settings below, such as config.json of a run",
+    )
     top.add_argument("--out", type=Path, required=True, help="run folder")
     top.add_argument("--resume", action="store_true", help="go on after the newest checkpoint in the run folder")
     top.add_argument("--warm-start", type=Path, help="checkpoint whose weights alone are taken over")
@@ -48,13 +58,25 @@ def configure(argv: Sequence[str]) -> tuple[Any, GRPOConfig]:
     """Arguments and configuration. Flags or a file name the preset, whose values depend on the backbone.
 
     Raises:
-        ValueError: settings that do not fit each other.
+        ValueError: settings that cannot be read, have no value, or do not fit each other.
     """
-    first = parser({}).parse_args(argv)
-    top = parser(preset(first.preset, first.model.backbone) if first.preset else {})
-    arguments = top.parse_args(argv)
+    check_flags(argv)
+    first = parser({})
+    chosen = _parsed(first, argv)
+    top = parser(preset(chosen.preset, chosen.model.backbone)) if chosen.preset else first
+    arguments = _parsed(top, argv)
     made = top.instantiate(arguments)
     return arguments, GRPOConfig(**{name: made[name] for name in GRPOConfig.__dataclass_fields__})
+
+
+def _parsed(top: Any, argv: Sequence[str]) -> Any:
+    """The arguments. Raises ValueError, in one line, where they cannot be read."""
+    try:
+        arguments = top.parse_args(argv)
+    except ArgumentError as error:
+        raise ValueError(" ".join(str(error).split())) from error
+    require_values(GRPOConfig, vars(arguments))
+    return arguments
 
 
 def main(argv: Sequence[str]) -> None:

@@ -40,6 +40,16 @@ def test_settings_that_do_not_fit_are_an_error_and_leave_nothing(
     assert not (tmp_path / "run").exists()
 
 
+def test_an_error_stands_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "run.yaml").write_text("model:\n  flavour: 1\n")
+    for flags in (["--config", str(tmp_path / "run.yaml")], ["--config", "nowhere.yaml"], ["--rollout.stepz", "3"], []):
+        assert refused(["train", *flags, *(["--out", str(tmp_path / "run")] if flags else [])]) == 2
+        shown = capsys.readouterr()
+        [line] = shown.err.splitlines()
+        assert line.startswith("python -m jagg_core train: error: ")
+        assert shown.out == ""
+
+
 def test_a_run_that_stops_says_why(tmp_path: Path) -> None:
     broken = ["--reward.name", "tests.grpo.runs:not_a_number", "--run.max_skipped", "1"]
     code = refused([*FLAGS, *KNOTS, *broken, "--out", str(tmp_path)])

@@ -77,11 +77,23 @@ def _padded(tokens: Tensor, length: int) -> Tensor:
     return torch.nn.functional.pad(tokens, (0, 0, 0, length - len(tokens)))
 
 
-def cache_folder() -> Path:
-    """Where encoded prompts are kept: ``$JAGG_CACHE``, or ``jagg`` in the user's cache folder."""
+def cache_folder() -> Path | None:
+    """Where encoded prompts are kept: ``$JAGG_CACHE``, or ``jagg`` in the user's cache folder.
+
+    None for a user without a home folder, as in a container that runs under a number alone.
+
+    Raises:
+        ValueError: ``$JAGG_CACHE`` is below the home folder of a user that there is not.
+    """
     if own := os.environ.get("JAGG_CACHE"):
-        return Path(own).expanduser()
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jagg"
+        try:
+            return Path(own).expanduser()
+        except RuntimeError as error:
+            raise ValueError(f"JAGG_CACHE must be a folder, got {own!r}: {error}") from error
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jagg"
+    except RuntimeError:
+        return None
 
 
 class TextStore:
@@ -90,17 +102,18 @@ class TextStore:
     ``key`` names everything that the encoding depends on besides the prompt. ``encoder`` loads the text encoders and
     gives the function that encodes a prompt; they are dropped again after each use, for a trainer has no room for them.
     So the whole ``pool`` of prompts to draw from is encoded when the first is. Prompts are encoded one by one: what a
-    prompt becomes does not depend on its company.
+    prompt becomes does not depend on its company. What cannot be written to disk stays in memory.
     """
 
     def __init__(
-        self, key: Sequence[str], encoder: Callable[[], Callable[[str], Text]], pool: Sequence[str], folder: Path
+        self, key: Sequence[str], encoder: Callable[[], Callable[[str], Text]], pool: Sequence[str], folder: Path | None
     ) -> None:
         self._key = tuple(key)
         self._encoder = encoder
         self._pool = tuple(pool)
-        self._folder = folder / "text"
+        self._folder = None if folder is None else folder / "text"
         self._recent: OrderedDict[str, Text] = OrderedDict()
+        self._unwritten: dict[str, Text] = {}
 
     def __call__(self, prompts: Sequence[str]) -> list[Text]:
         """The encoded ``prompts``, in order."""
@@ -131,28 +144,40 @@ class TextStore:
         while len(self._recent) > KEPT:
             self._recent.popitem(last=False)
 
-    def _file(self, prompt: str) -> Path:
+    def _file(self, prompt: str) -> Path | None:
+        if self._folder is None:
+            return None
         digest = blake2b(json.dumps([*self._key, prompt]).encode(), digest_size=16).hexdigest()
         return self._folder / f"{digest}.safetensors"
 
     def _stored(self, prompt: str) -> bool:
-        return self._file(prompt).exists()
+        file = self._file(prompt)
+        return prompt in self._unwritten or (file is not None and file.exists())
 
     def _find(self, prompt: str) -> Text | None:
-        if prompt in self._recent:
-            return self._recent[prompt]
+        for kept in (self._recent, self._unwritten):
+            if prompt in kept:
+                return kept[prompt]
+        file = self._file(prompt)
+        if file is None:
+            return None
         try:
-            found = load_file(self._file(prompt))
+            found = load_file(file)
             return Text(found["tokens"], found.get("pooled"))
         except (OSError, SafetensorError, KeyError):  # not there, or not whole: encoded again
             return None
 
     def _write(self, prompt: str, text: Text) -> None:
         tensors = {"tokens": text.tokens} | ({} if text.pooled is None else {"pooled": text.pooled})
+        file = self._file(prompt)
         try:
-            write_atomically(self._file(prompt), save({name: tensor.contiguous() for name, tensor in tensors.items()}))
+            if file is None:
+                raise OSError("this user has no home folder; set JAGG_CACHE to a folder")
+            write_atomically(file, save({name: tensor.contiguous() for name, tensor in tensors.items()}))
         except OSError as error:
-            warnings.warn(f"encoded prompts cannot be kept in {self._folder}: {error}", stacklevel=2)
+            where = "on disk" if self._folder is None else f"in {self._folder}"
+            warnings.warn(f"encoded prompts cannot be kept {where}: {error}", stacklevel=2)
+            self._unwritten[prompt] = text
 
 
 KEPT = 256

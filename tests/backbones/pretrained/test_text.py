@@ -73,6 +73,32 @@ def test_a_cache_that_cannot_be_written_is_a_warning(tmp_path: Path) -> None:
         assert len(store(["aa"])[0].tokens) == 2
 
 
+def test_a_user_without_a_home_has_prompts_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a container that runs under a number alone: the encoders load once all the same."""
+    for name in ("HOME", "JAGG_CACHE", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("pwd.getpwuid", nobody)
+    assert cache_folder() is None
+    monkeypatch.setattr(text_module, "KEPT", 1)
+    encoder = Encoder()
+    store = TextStore(["model"], encoder, ("ccc",), None)
+    with pytest.warns(UserWarning, match="cannot be kept on disk: this user has no home folder; set JAGG_CACHE"):
+        assert [len(text.tokens) for text in store(["a", "bb"])] == [1, 2]
+    assert [len(text.tokens) for text in store(["ccc", "a", "bb"])] == [3, 1, 2]
+    assert encoder.loads == 1
+
+
+def nobody(number: int) -> None:
+    """As `pwd` answers for a user id that it does not know."""
+    raise KeyError(f"getpwuid(): uid not found: {number}")
+
+
+def test_a_cache_of_a_user_that_there_is_not_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JAGG_CACHE", "~nobody-of-that-name/jagg")
+    with pytest.raises(ValueError, match="JAGG_CACHE must be a folder, got '~nobody-of-that-name/jagg'"):
+        cache_folder()
+
+
 def test_a_cached_file_of_something_else_is_encoded_again(tmp_path: Path) -> None:
     encoder = Encoder()
     TextStore(["model"], encoder, (), tmp_path)(["aa"])

@@ -1,8 +1,9 @@
 """Loops of the shape that public trainers have: their order of calls, accumulation and permutations, nothing else.
 
-Written from knowledge of the repositories, without their code. Each host has an epoch (a rollout and its update), which
-runs ``inner`` in the place of its loop over trained steps, and that loop of its own. What a host's script would have as
-local names is in one dictionary, where the blocks of its page run.
+Written without the repositories' code; a module names the commit that its formulas were checked against, if it was.
+Each host has an epoch (a rollout and its update), which runs ``inner`` in the place of its loop over trained steps, and
+that loop of its own. What a host's script would have as local names is in one dictionary, where the blocks of its page
+run.
 """
 
 from __future__ import annotations
@@ -44,6 +45,7 @@ class Host:
 HOSTS = {
     "dancegrpo": Host("dancegrpo", dance_names, dance_epoch, dance_own, 4),
     "mixgrpo": Host("mixgrpo", mix_names, dance_epoch, dance_own, 4),
+    "mixgrpo-dance": Host("mixgrpo", partial(mix_names, flow_grpo_sampling=False), dance_epoch, dance_own, 4),
     "flow_grpo-sd3": Host("flow_grpo", flow_names, flow_epoch, flow_own, 7, "SD3"),
     "flow_grpo-sd3-kl": Host("flow_grpo", partial(flow_names, beta=0.04), flow_epoch, flow_own, 7, "SD3"),
     "flow_grpo-flux": Host("flow_grpo", partial(flow_names, flux=True), flow_epoch, flow_own, 7, "Flux"),

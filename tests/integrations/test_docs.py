@@ -22,14 +22,19 @@ def test_there_is_a_page_for_every_host_and_a_host_for_every_page() -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-def test_a_page_says_that_its_host_was_not_run_and_what_to_expect(page: Path) -> None:
+def test_a_page_names_the_commit_that_was_run_or_says_that_none_was(page: Path) -> None:
     text = page.read_text()
-    assert "was not run here" in text.split("\n\n")[1]
-    assert re.findall(r"^## (.*)$", text, re.MULTILINE) == [
-        "What to replace",
-        "Settings that conflict",
-        "What to expect",
-    ]
+    opening = text.split("\n\n")[1]
+    sections = ["What to replace", "Settings that conflict", "What to expect"]
+    commit = re.search(r"at\s+commit ([0-9a-f]{7}) \(\d{4}-\d\d-\d\d\)", opening)
+    if commit is None:
+        assert "was not run here" in opening
+    else:
+        sections.insert(2, "What was run")
+        assert re.search(rf"^\| \[[^\n]*\]\({page.name}\) \| {commit[1]} \|", COMMON, re.MULTILINE), (
+            "a row of the table"
+        )
+    assert re.findall(r"^## (.*)$", text, re.MULTILINE) == sections
 
 
 def test_the_common_page_names_what_there_is() -> None:

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import re
+import sys
 from importlib import import_module
+from pathlib import Path
+
+from jagg_core.hub import fingerprint
 
 _NAME = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
 
@@ -32,3 +36,9 @@ def import_object(text: str, setting: str, allowed: str) -> object:
             raise ValueError(f"{setting} {text!r}: {module_name} has no {attribute!r}; allowed: {allowed}")
         found = getattr(found, part)
     return found
+
+
+def source_fingerprint(*modules: str) -> str:
+    """Computes what tells the files of imported modules from others; modules without a file are left out."""
+    files = {getattr(sys.modules.get(module), "__file__", None) for module in modules}
+    return fingerprint(sorted(Path(file) for file in files if file))

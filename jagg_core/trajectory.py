@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
@@ -231,21 +231,27 @@ def _same_steps(what: str, ours: Tensor, theirs: Tensor, tolerance: float) -> No
 
 
 def weights_version(policy: VelocityPolicy) -> int | None:
-    """Fingerprint of the policy's parameters on this rank, from the sum of each one's bits. None without any."""
+    """Fingerprint of the policy's parameters on this rank, see `bits_version`. None without any."""
     parameters = getattr(policy, "parameters", None)
-    if parameters is None:
-        return None
+    return None if parameters is None else bits_version(parameters())
+
+
+@torch.no_grad()
+def bits_version(tensors: Iterable[Tensor]) -> int | None:
+    """Computes a fingerprint of tensors, of what this rank holds of them, from the sum of each one's bits.
+
+    None without any tensor.
+    """
     total = 0
-    with torch.no_grad():
-        sums: list[Tensor] = []
-        for parameter in parameters():
-            local = parameter.to_local() if hasattr(parameter, "to_local") else parameter
-            integer = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[local.element_size()]
-            sums.append(local.detach().contiguous().view(integer).sum(dtype=torch.int64))
-        if not sums:
-            return None
-        for position, value in enumerate(torch.stack(sums).tolist()):
-            total = (total * 1000003 + value + position) % (1 << 63)
+    sums: list[Tensor] = []
+    for tensor in tensors:
+        local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+        integer = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[local.element_size()]
+        sums.append(local.detach().contiguous().view(integer).sum(dtype=torch.int64))
+    if not sums:
+        return None
+    for position, value in enumerate(torch.stack(sums).tolist()):
+        total = (total * 1000003 + value + position) % (1 << 63)
     return total
 
 

@@ -26,13 +26,13 @@ from analysis.measure.study import Study
 from analysis.statistics.intervals import leak_test
 from analysis.statistics.parameter_kinds import ordered_blocks, parameter_blocks
 from jagg_core import ClippedSurrogate, Plan, exact_plan
-from jagg_core.backbones import load_backbone
+from jagg_core.backbones import fingerprints_of, load_backbone
 from jagg_core.environment import command_line, environment
 from jagg_core.files import write_atomically
 from jagg_core.images import image_grid, png_bytes
 from jagg_core.plans import groups_of
 from jagg_core.records import Record, recorded
-from jagg_core.rewards import load_reward, reward_versions
+from jagg_core.rewards import load_reward, reward_fingerprints, reward_versions
 from jagg_core.seeding import derive_seed
 from jagg_core.trajectory import policy_signature, weights_version
 
@@ -72,8 +72,12 @@ class Job:
         self.blocks = parameter_blocks(policy, self.backbone.transformer)
         told = policy_signature(policy)
         self.signature = {k: v for k, v in told.items() if k != "prompts"}
-        # with a prompt's own digest, which holds what else it was encoded with
-        self.prompts = [told.get("prompts"), *self.backbone.prompts]
+        # names of rewards and prompts alone would let a changed one read the tables of the old
+        self.inputs = {
+            "first prompt": told.get("prompts"),  # holds what it was encoded with
+            **fingerprints_of(self.backbone, settings.backbone),
+            **reward_fingerprints(settings.reward, self.reward),
+        }
         # where a model lies says nothing of it
         self.options = [o for o in settings.backbone_options if not o.startswith(("path=", "prompts=", "revision="))]
         self.weights = weights_version(policy)
@@ -105,11 +109,10 @@ class Job:
         return {
             "backbone": self.backbone.name,
             "weights": self.weights,
-            "prompts": self.prompts,
             "signature": self.signature,
             "options": self.options,
             "reward": self.settings.reward,
-            **self.reward_versions,
+            "inputs": self.inputs,
             "objective": repr(self.objective),
             "format": TABLE_FORMAT,
             "eta": eta,

@@ -1,6 +1,6 @@
 """Backbones: the only place that knows diffusers. `load_backbone` gives one by name."""
 
-from jagg_core.backbones.protocol import Backbone, ScheduleName, check_schedule, schedule_of
+from jagg_core.backbones.protocol import Backbone, ScheduleName, check_schedule, fingerprints_of, schedule_of
 from jagg_core.backbones.registry import (
     BackboneEntry,
     check_backbone_name,
@@ -16,6 +16,7 @@ __all__ = [
     "ScheduleName",
     "check_backbone_name",
     "check_schedule",
+    "fingerprints_of",
     "list_backbones",
     "load_backbone",
     "read_options",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Callable, Sequence
 from typing import Literal, Protocol
 
@@ -9,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from jagg_core.checks import require_one_of
+from jagg_core.imports import source_fingerprint
 from jagg_core.policy import VelocityPolicy
 from jagg_core.schedule import dance_schedule
 
@@ -16,7 +19,9 @@ from jagg_core.schedule import dance_schedule
 class Backbone(Protocol):
     """What the commands need of a backbone.
 
-    A method ``schedule(steps)`` with the sigmas of its own sampler, ``[steps + 1]``, is optional.
+    Optional methods are ``schedule(steps)``, which gives the sigmas of its own sampler ``[steps + 1]``, and
+    ``fingerprints()``, which gives by name what tells its parts beside the transformer from others: see
+    `fingerprints_of`.
     """
 
     @property
@@ -60,6 +65,20 @@ class Backbone(Protocol):
     def enable_gradient_checkpointing(self) -> None:
         """Recompute activations in the backward."""
         ...
+
+
+def fingerprints_of(backbone: Backbone, name: str) -> dict[str, str]:
+    """Computes, by name, what decides the samples of a backbone beside its transformer and its options.
+
+    ``name``: by which it was loaded. These are its prompts, for ``module:function`` its source file, and what its
+    method ``fingerprints`` adds.
+    """
+    prompts = hashlib.blake2b(json.dumps(list(backbone.prompts)).encode(), digest_size=8).hexdigest()
+    found = {"prompts": f"{len(backbone.prompts)} with digest {prompts}"}
+    if ":" in name:
+        found["backbone"] = f"source {source_fingerprint(name.partition(':')[0])}"
+    more: Callable[[], dict[str, str]] = getattr(backbone, "fingerprints", dict)
+    return found | more()
 
 
 ScheduleName = Literal["dance", "own"]

@@ -17,6 +17,7 @@ from jagg_core.grpo.deferred import DeferredGradients
 from jagg_core.grpo.settings import ModelSettings, precision
 from jagg_core.grpo.weights import AveragedWeights, MasterWeights
 from jagg_core.policy import VelocityPolicy
+from jagg_core.trajectory import bits_version
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 """What AdamW keeps of each parameter."""
@@ -33,12 +34,13 @@ class Learner:
         deferred: gradients that wait for the optimizer step; None where every backward reduces its own.
         collectives: what times them.
         steps: optimizer steps so far.
+        frozen_version: fingerprint of the weights that stay as they were loaded; None without any.
     """
 
     def __init__(self, config: GRPOConfig) -> None:
         self.settings = config.model
         self.optimizer_settings = config.optimizer
-        self.backbone = _load(config.model, config.parallel.shards)
+        self.backbone, self.frozen_version = _load(config.model, config.parallel.shards)
         trained = [(name, p) for name, p in self.backbone.transformer.named_parameters() if p.requires_grad]
         if not trained:
             raise ValueError(f"model: {self.backbone.name} has no parameter that requires a gradient")
@@ -64,7 +66,7 @@ class Learner:
         self._frozen: Backbone | None = None
         self._adapted = any("lora_" in name for name in self.names)
         if config.objective.kl_beta > 0 and not self._adapted:
-            self._frozen = _load(config.model, config.parallel.shards, trained=False)
+            self._frozen, self.frozen_version = _load(config.model, config.parallel.shards, trained=False)
             self.collectives.watch(self._frozen.transformer)
 
     def policy(self, prompts: Sequence[str]) -> VelocityPolicy:
@@ -172,8 +174,8 @@ class WithoutAdapter:
             self.transformer.enable_adapters()
 
 
-def _load(settings: ModelSettings, shards: int, trained: bool = True) -> Backbone:
-    """The backbone; on several ranks sharded, and gathered in the network's dtype.
+def _load(settings: ModelSettings, shards: int, trained: bool = True) -> tuple[Backbone, int | None]:
+    """The backbone, on several ranks sharded and gathered in the network's dtype; and its frozen weights' fingerprint.
 
     Of sharded weights, only those that are trained are then kept in fp32.
     """
@@ -182,10 +184,12 @@ def _load(settings: ModelSettings, shards: int, trained: bool = True) -> Backbon
     backbone = load_backbone(settings.backbone, settings.device, dtype, **options)
     if not trained:
         backbone.transformer.requires_grad_(False)
+    # before sharding: on any number of ranks it is the same
+    frozen = bits_version(p for p in backbone.transformer.parameters() if not p.requires_grad)
     if settings.checkpointing:
         backbone.enable_gradient_checkpointing()
     if ranks() == 1:
-        return backbone
+        return backbone, frozen
     blocks = getattr(backbone, "blocks", None)
     if not blocks:
         raise ValueError(f"model: {backbone.name} has no blocks to shard over {ranks()} ranks; train it on one")
@@ -194,4 +198,4 @@ def _load(settings: ModelSettings, shards: int, trained: bool = True) -> Backbon
         if parameter.requires_grad:
             parameter.data = parameter.data.to(torch.promote_types(parameter.dtype, torch.float32))
     shard(blocks, backbone.transformer, dtype, shards)
-    return backbone
+    return backbone, frozen

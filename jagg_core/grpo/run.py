@@ -15,6 +15,7 @@ from jagg_core.environment import environment
 from jagg_core.files import remove_partial, write_tensors
 from jagg_core.grpo import checkpoint
 from jagg_core.grpo.config import GRPOConfig
+from jagg_core.grpo.inputs import require_same
 from jagg_core.grpo.learner import Learner
 from jagg_core.grpo.log import Log, read_rows
 from jagg_core.grpo.metrics import Metrics
@@ -152,9 +153,11 @@ def read(trainer: GRPOTrainer, path: Path) -> None:
     """Restore a trainer of the same configuration from a checkpoint.
 
     Raises:
-        ValueError: it lacks something, such as the optimizer's state.
+        ValueError: it lacks something, such as the optimizer's state, or was made with other prompts, frozen weights,
+            rewards or another calibration.
     """
     state = checkpoint.read_state(path)
+    require_same(state.get("inputs", {}), trainer.inputs)
     try:
         checkpoint.load_tensors(path, trainer.learner.tensors())
     except ValueError as error:

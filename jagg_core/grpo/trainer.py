@@ -15,6 +15,7 @@ from jagg_core.distributed import FirstError, gathered, in_step, raise_together,
 from jagg_core.engine import Report, accumulate_gradients
 from jagg_core.grpo.config import GRPOConfig
 from jagg_core.grpo.graphs import require_memory
+from jagg_core.grpo.inputs import inputs_of
 from jagg_core.grpo.learner import Learner
 from jagg_core.grpo.metrics import Metrics, timed
 from jagg_core.grpo.plans import make_plan
@@ -94,6 +95,7 @@ class GRPOTrainer:
             self._check_calibration()
         self.reward = self._load_reward(config.reward.name)
         self.watched = {name: self._load_reward(name) for name in config.run.eval_rewards}
+        self.inputs = inputs_of(self)
         self.skipped_in_a_row = self.skipped = 0
         self._fits = False
 
@@ -371,7 +373,7 @@ class GRPOTrainer:
     def state(self) -> dict[str, Any]:
         """What a checkpoint holds besides tensors."""
         counts = {"optimizer_steps": self.learner.steps, "skipped": self.skipped, "in_a_row": self.skipped_in_a_row}
-        return counts | {"knots": list(self.plan.knots)}
+        return counts | {"knots": list(self.plan.knots), "inputs": self.inputs}
 
     def restore(self, update: int, state: dict[str, Any]) -> None:
         """Go on after ``update``, once the learner's tensors were read."""

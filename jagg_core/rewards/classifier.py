@@ -23,6 +23,7 @@ from jagg_core.backbones.datasets import PHOTOS, Crops, Labelled, digits, photos
 from jagg_core.backbones.training import one_cycle
 from jagg_core.checks import require_at_least
 from jagg_core.files import write_tensors
+from jagg_core.hub import fingerprint
 from jagg_core.rewards.base import check_images
 
 HELD_OUT_SEED = 2**40
@@ -157,6 +158,9 @@ class Classifier(nn.Module):
 class ClassifierLogProb:
     """``log p(prompt's class | image)`` under a shipped classifier: at most 0, about -0.1 for a clear image.
 
+    Attributes:
+        version: fingerprint of its weights.
+
     Raises:
         ValueError: a data set without a classifier.
         FileNotFoundError: its weights are missing; says how to rebuild them.
@@ -166,6 +170,7 @@ class ClassifierLogProb:
 
     def __init__(self, dataset: str, device: torch.device | str = "cpu") -> None:
         self.classifier = load_classifier(dataset, device)
+        self.version = fingerprint([classifier_path(dataset)])
 
     @torch.no_grad()
     def __call__(self, images: Tensor, prompts: Sequence[str]) -> Tensor:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from jagg_core.imports import import_object
+from jagg_core.imports import import_object, source_fingerprint
 from jagg_core.options import read_values
 from jagg_core.rewards.base import FunctionReward, Reward, WeightedSum
 from jagg_core.rewards.classifier import ClassifierLogProb, classifier_spec
@@ -116,6 +116,22 @@ def check_reward(name: str, *, dataset: str | None = None, options: Sequence[str
         ValueError: see there.
     """
     _checked(name, dataset, options)
+
+
+def reward_fingerprints(name: str, reward: Reward) -> dict[str, str]:
+    """Computes what tells each term of a reward from others of that name: its source files, and its version if any.
+
+    ``name``: by which `load_reward` loaded ``reward``. A module that the reward's module imports is not read.
+    """
+    terms = [term for _, term in reward.terms] if isinstance(reward, WeightedSum) else [reward]
+    found = {}
+    for (_, text), term in zip(_parse(name), terms, strict=True):
+        modules = [type(term).__module__, *([text.partition(":")[0]] if ":" in text else [])]
+        if isinstance(term, FunctionReward):
+            modules.append(getattr(term.function, "__module__", None) or type(term.function).__module__)
+        version = f", version {term.version}" if hasattr(term, "version") else ""
+        found[text] = f"source {source_fingerprint(*modules)}{version}"
+    return found
 
 
 def options_of(name: str, options: Sequence[str]) -> list[str]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import shutil
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import combinations
@@ -301,6 +303,26 @@ def test_what_a_change_of_settings_makes_anew(
     calibrated(**changes)
     new = [p.name for p in (tmp_path / "run" / "collected").iterdir() if p.name not in before]
     assert {purpose: sum(name.startswith(purpose) for name in new) for purpose in remade} == remade
+
+
+@pytest.mark.parametrize("changed", ["prompts", "reward"])
+def test_a_table_is_not_read_after_its_prompts_or_the_code_of_its_reward_changed(
+    changed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The names of both stay the same."""
+    monkeypatch.setitem(registry._REGISTRY, "stub", STUB)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    source = "def mine(images, prompts):\n    return images[:, 0, 0, 0]\n"
+    paths = []
+    for text in (source, source if changed == "prompts" else source.replace("0, 0]", "0, 1]")):
+        (tmp_path / "edited_reward.py").write_text(text)
+        sys.modules.pop("edited_reward", None)
+        importlib.invalidate_caches()
+        found = job.Job(small(reward="edited_reward:mine"), tmp_path / "run", "calibrate", tmp_path / "collected")
+        paths.append(found.store.path("calibration-0", found.key(0.7, SMALL.recipe)))
+        if changed == "prompts":
+            monkeypatch.setattr(StubBackbone, "prompts", ("a", "b", "c", "d", "another"))
+    assert paths[0] != paths[1]
 
 
 # Interruptions

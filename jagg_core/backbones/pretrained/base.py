@@ -249,6 +249,11 @@ class PretrainedBackbone(ABC):
         """What tells one model's text encoders from another's."""
         return "random" if self.folder is None else self.folder.text_fingerprint
 
+    def fingerprints(self) -> dict[str, str]:
+        """What tells the parts beside the transformer from another folder's, by name."""
+        vae = "random" if self.folder is None else self.folder.vae_fingerprint
+        return {"text encoders": self.text_fingerprint, "VAE": vae}
+
     @property
     def parameters(self) -> int:
         """Parameters of the transformer, without those of a LoRA."""

@@ -95,7 +95,14 @@ class ModelFolder:
     @cached_property
     def text_fingerprint(self) -> str:
         """What tells text encoders and tokenizers of one folder from another's: sizes and both ends of their files."""
-        names = ("text_encoder", "tokenizer", "processor")
+        return self._fingerprint("text_encoder", "tokenizer", "processor")
+
+    @cached_property
+    def vae_fingerprint(self) -> str:
+        """What tells the VAE of one folder from another's, likewise."""
+        return self._fingerprint("vae")
+
+    def _fingerprint(self, *names: str) -> str:
         parts = [part for part in sorted(self.path.iterdir()) if part.name.startswith(names)]
         files = [file for part in parts for file in sorted(part.rglob("*")) if file.is_file()]
         return fingerprint(files, self.path, digest_size=12)

@@ -208,7 +208,7 @@ def measure_signal(job: Job, settings: Calibrate, eta: float, knots: Knots) -> N
         with recorded(job.record.cells, where, **estimator.describe(), eta=eta, centring=centring) as cell:
             found = products(np.stack(rows_of), np.stack(banks[centring, "exact"]))
             cell.values = {"batches": found.m}
-            cell.samples = stored_products(found)
+            cell.samples = stored_products(found, of_exact=name == "exact")
     job.save()
 
 

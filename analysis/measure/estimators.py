@@ -39,6 +39,14 @@ class Estimator:
         """See `jagg_core.Plan.anticipating`."""
         return self.plans[0].anticipating
 
+    @property
+    def identity(self) -> tuple[Any, ...]:
+        """What its gradient depends on: knots, weights and sites of every draw. Equal for two names of one plan.
+
+        Weights count to twelve digits, since two formulas of one plan may round differently.
+        """
+        return tuple((plan.knots, _digits(plan.weights), _digits(plan.knot_sigmas)) for plan in self.plans)
+
     def describe(self) -> dict[str, Any]:
         """What a record says of it."""
         return {
@@ -49,6 +57,15 @@ class Estimator:
             "anticipating": self.anticipating,
             **self.settings,
         }
+
+
+def _digits(values: Tensor | None) -> tuple[float, ...] | None:
+    return None if values is None else tuple(float(f"{value:.12g}") for value in values.flatten().tolist())
+
+
+def distinct(found: Sequence[Estimator]) -> list[Estimator]:
+    """Keeps one estimator of every plan: the last one's name, at the first one's place."""
+    return list({estimator.identity: estimator for estimator in found}.values())
 
 
 def _one(name: str, label: str, family: str, plan: Plan, **settings: Any) -> Estimator:

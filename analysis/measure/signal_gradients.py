@@ -46,9 +46,7 @@ def core(
     for window in windows[:2]:
         found += [estimators.grouped(sigmas, "jagg", window, frac) for frac in dict.fromkeys((jagg_frac, 1.0))]
     found += [estimators.with_knots(sigmas, "causal", knots["causal"][k]) for k in passes if k in knots["causal"]]
-    # of equal plans the last stands for all, but exact for those that equal it
-    every = (*found, found[0])
-    return list({(*e.plans[0].knots, *e.plans[0].weights.flatten().tolist()): e for e in every}.values())
+    return estimators.distinct([*found, found[0]])  # what equals exact is called exact
 
 
 def contenders(sigmas: Tensor, windows: Sequence[int], knots: Knots) -> list[Estimator]:
@@ -103,14 +101,14 @@ def products(rows: np.ndarray, exact: np.ndarray) -> Products:
     return Products(exact @ exact.T, rows @ exact.T, rows @ rows.T)
 
 
-def stored_products(found: Products) -> dict[str, list[float | None]]:
+def stored_products(found: Products, of_exact: bool) -> dict[str, list[float | None]]:
     """Inner products as samples of a record: upper triangle of the estimator's own, and row by row those with exact.
 
-    Six digits are more than statistics over batches need. What is exact itself has no ``cross``.
+    Six digits are more than statistics over batches need. Products ``of_exact`` itself have no ``cross``: it is ``own``
+    but for the rounding of another sum.
     """
     own = found.own[np.triu_indices(found.m)]
-    equal = np.array_equal(found.cross, found.exact)
-    samples = {"own": own} if equal else {"own": own, "cross": found.cross.flatten()}
+    samples = {"own": own} if of_exact else {"own": own, "cross": found.cross.flatten()}
     return {name: [float(f"{value:.6g}") for value in values.tolist()] for name, values in samples.items()}
 
 

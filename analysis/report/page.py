@@ -12,15 +12,17 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from matplotlib.figure import Figure
 
 from analysis.report import figures
+from analysis.report.digits import rounded
 from jagg_core.files import write_atomically
 
 
 def write_tables_and_figures(
     run: Path, frames: Mapping[str, pd.DataFrame], made: Mapping[str, Figure]
 ) -> dict[str, str]:
-    """Write ``tables/*.csv`` and ``figures/*``. Returns the figures as data for a page, by name."""
+    """Writes ``tables/*.csv`` (rounded) and ``figures/*``. Returns the figures as data for a page, by name."""
     for name, frame in frames.items():
-        write_atomically(run / "tables" / f"{name}.csv", frame.to_csv(index=False).encode())
+        text = frame.map(rounded).to_csv(index=False)
+        write_atomically(run / "tables" / f"{name}.csv", text.encode())
     pictures = {}
     for name, figure in made.items():
         for kind, content in figures.rendered(figure).items():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -10,11 +11,20 @@ import torch
 from torch import Tensor
 
 from analysis.measure import signal_gradients
-from analysis.measure.estimators import Estimator, exact, grouped, predicted, with_knots
+from analysis.measure.estimators import Estimator, distinct, exact, grouped, predicted, with_knots
 from analysis.measure.knot_search import Knots
 from analysis.measure.rivals import per_sample, rivals
 from analysis.measure.rollouts import Batch
-from analysis.measure.signal_gradients import CENTRINGS, PER_PROMPT, bank_rows, contenders, core, products, suspects
+from analysis.measure.signal_gradients import (
+    CENTRINGS,
+    PER_PROMPT,
+    bank_rows,
+    contenders,
+    core,
+    products,
+    stored_products,
+    suspects,
+)
 from jagg_core import ClippedSurrogate, dance_schedule, group_advantages
 from tests.jagg_core.fields import MlpField, gradient, make_rollout
 
@@ -196,3 +206,25 @@ def test_suspects_are_one_of_each_kind_at_two_prices() -> None:
     found = {e.name for e in suspects(everything, (4, 5, 8))}
     assert found == {"exact", "jagg-w4-f1", "jagg-w5-f1", "causal-8", "causal-5", "spline-8", "spline-5"}
     assert signal_gradients.SIDE_PASSES == (8, 5)
+
+
+def test_plans_are_told_apart_by_what_they_are() -> None:
+    """Not by their names, and not by the last bit of a weight or of a product."""
+    once, all_groups, endpoint = (
+        grouped(LONG, f, 20, frac) for f, frac in (("jagg", 0.6), ("jagg", 1), ("endpoint", 1))
+    )
+    assert once.name != all_groups.name
+    assert once.identity == all_groups.identity != endpoint.identity
+    [plan] = once.plans
+    nearly = replace(once, plans=(replace(plan, weights=plan.weights * (1 + 1e-15)),))
+    other = replace(once, plans=(replace(plan, weights=plan.weights * (1 + 1e-9)),))
+    assert nearly.identity == once.identity != other.identity
+    assert [e.name for e in distinct([endpoint, once, all_groups])] == [endpoint.name, all_groups.name]
+
+
+def test_products_of_exact_have_no_second_copy_whatever_rounding_does() -> None:
+    rows = np.random.default_rng(0).standard_normal((3, 50))
+    found = products(rows, rows)
+    rounded = replace(found, cross=found.cross * (1 + 1e-15))
+    assert set(stored_products(rounded, of_exact=True)) == {"own"}
+    assert set(stored_products(found, of_exact=False)) == {"own", "cross"}

@@ -108,10 +108,10 @@ def test_samples_are_raw_and_in_range(record: Record) -> None:
         for cosine in cell.samples["cosine"]:
             assert cosine is not None
             assert -1 <= cosine <= 1
-        exact = cell.settings["passes"] == 5 and cell.settings["family"] in ("subsample", "spline", "causal")
-        assert (cell.samples["rel_error"] == [0, 0]) == exact, cell.name
-        if cell.settings["passes"] == 5:  # predicted knots are rows of their own: equal but for rounding
-            assert max(cell.samples["rel_error"]) < 1e-3, cell.name  # type: ignore[type-var, operator]
+        # predicted knots are rows of their own: equal but for rounding
+        limit = 1e-3 if cell.settings["family"] == "causal-predicted" else 0
+        errors = [error for error in cell.samples["rel_error"] if error is not None]
+        assert (max(errors) <= limit) == (cell.settings["passes"] == 5), cell.name
     jagg = record.cell("eta=0.7/jagg-w3-f1").samples
     blocks = {f"block.{block}.cosine" for block in BLOCKS}
     assert {k for k in jagg if k.endswith("cosine")} == {"cosine", "w3.group0.cosine"} | blocks
@@ -167,9 +167,9 @@ def test_tables_are_means_of_the_samples(folder: Path, record: Record) -> None:
     for _, row in whole.iterrows():
         samples = record.cell(f"eta=0.7/{row['estimator']}").samples
         for metric in ("cosine", "rel_error", "norm_ratio"):
-            assert row[metric] == pytest.approx(np.mean(samples[metric]), rel=1e-12)  # type: ignore[arg-type]
+            assert row[metric] == pytest.approx(np.mean(samples[metric]), rel=1e-5)  # type: ignore[arg-type]
             low, high = row[f"{metric}_low"], row[f"{metric}_high"]
-            assert min(samples[metric]) - 1e-12 <= low <= high <= max(samples[metric]) + 1e-12  # type: ignore[type-var, operator]
+            assert min(samples[metric]) - 1e-5 <= low <= high <= max(samples[metric]) + 1e-5  # type: ignore[type-var, operator]
         assert row["n"] == 2
     speed = pd.read_csv(folder / "tables" / "speed.csv")
     assert speed.loc[speed["arm"] == "exact", "speed_up"].tolist() == [1.0]
@@ -184,7 +184,7 @@ def test_tables_are_means_of_the_samples(folder: Path, record: Record) -> None:
     assert set(blocks["block"]) == BLOCKS
     assert set(blocks["estimator"]) == set(whole["estimator"])
     cross = pd.read_csv(folder / "tables" / "cross.csv").pivot(index="knot", columns="step", values="cosine")
-    assert cross.to_numpy().tolist() == record.cell("eta=0.7/cross").values["cosine"]
+    np.testing.assert_allclose(cross.to_numpy(), record.cell("eta=0.7/cross").values["cosine"], rtol=1e-5)
     knots = pd.read_csv(folder / "tables" / "knots.csv", dtype={"knots": str}).set_index(["family", "passes"])
     assert knots.loc[("causal", 5), "knots"] == "0 1 2 3 4"
     assert len(knots) == sum(len(record.cell("eta=0.7/knots").values[family]) for family in ("causal", "spline"))

@@ -14,6 +14,7 @@ import pandas as pd
 from analysis.measure.knot_search import PLANS
 from analysis.measure.rollouts import USUAL
 from analysis.measure.signal_gradients import PER_PROMPT
+from analysis.report.digits import rounded
 from analysis.report.fidelity.tables import per_group, routing, windows_of_paper
 from analysis.statistics.intervals import bootstrap
 from jagg_core.plans import groups_of
@@ -66,8 +67,8 @@ def calibration(record: Record, eta: float, frames: Frames | None = None) -> dic
         "timestep_mode": knots.values["timestep_mode"],
         "schedule": record.schedule,
         "threshold": record.settings["threshold"],
-        "windows": _windows(record, eta, frames),
-        "plans": plans,
+        "windows": rounded(_windows(record, eta, frames)),
+        "plans": rounded(plans),
         "recommended": recommended(record, eta, frames),
         "seeds": {k: v for k, v in record.seeds.items() if k.endswith(f"eta={eta:g}")},
         # of the machine as it is, not as it was in a moment

@@ -136,9 +136,8 @@ class Classifier(nn.Module):
             raise ValueError(f"prompts: the {self.spec.dataset} classifier knows {known}, found {unknown}")
         return torch.tensor([self.spec.classes.index(p) for p in prompts], dtype=torch.long, device=self.device)
 
-    @torch.no_grad()
     def log_probs(self, images: Tensor) -> Tensor:
-        """`forward` without gradient, in fp32 whatever autocast says, on the images' device (the weights follow).
+        """Computes `forward` in fp32 whatever autocast says, on the images' device (the weights follow).
 
         Raises:
             ValueError: images of another shape than the classifier was trained on.
@@ -172,7 +171,6 @@ class ClassifierLogProb:
         self.classifier = load_classifier(dataset, device)
         self.version = fingerprint([classifier_path(dataset)])
 
-    @torch.no_grad()
     def __call__(self, images: Tensor, prompts: Sequence[str]) -> Tensor:
         """See `Reward`.
 

@@ -20,7 +20,6 @@ class Colourfulness:
 
     name = "colourfulness"
 
-    @torch.no_grad()
     def __call__(self, images: Tensor, prompts: Sequence[str]) -> Tensor:
         """See `Reward`.
 
@@ -43,7 +42,6 @@ class Sharpness:
 
     name = "sharpness"
 
-    @torch.no_grad()
     def __call__(self, images: Tensor, prompts: Sequence[str]) -> Tensor:
         """See `Reward`.
 
@@ -71,7 +69,6 @@ class Redness:
 
     name = "redness"
 
-    @torch.no_grad()
     def __call__(self, images: Tensor, prompts: Sequence[str]) -> Tensor:
         """See `Reward`.
 
@@ -88,7 +85,6 @@ class Ink:
 
     name = "ink"
 
-    @torch.no_grad()
     def __call__(self, images: Tensor, prompts: Sequence[str]) -> Tensor:
         """See `Reward`.
 

@@ -201,11 +201,14 @@ def test_half_precision_is_of_the_network_alone(shared: Path) -> None:
         assert torch.equal(score(whole, IMAGES, PROMPTS), score(load("pickscore", shared), IMAGES, PROMPTS))
 
 
-def test_no_gradient_and_nothing_random(shared: Path) -> None:
+def test_a_gradient_in_the_pixels_and_nothing_random(shared: Path) -> None:
     state = torch.get_rng_state()
     reward = load("clipscore", shared)
     images = IMAGES.clone().requires_grad_()
-    assert not reward(images, PROMPTS).requires_grad
+    (gradient,) = torch.autograd.grad(reward(images, PROMPTS).sum(), images)
+    assert gradient.isfinite().all()
+    assert (gradient.flatten(1).norm(dim=1) > 0).all()
+    assert not score(reward, images, PROMPTS).requires_grad
     assert torch.equal(torch.get_rng_state(), state)
     assert not reward.network.model.training
     assert not any(p.requires_grad for p in reward.network.model.parameters())

@@ -303,13 +303,11 @@ class PretrainedBackbone(ABC):
         """Configuration of the flow-matching scheduler that the folder's own scheduler amounts to."""
         return {key: value for key, value in self.configs.scheduler.items() if not key.startswith("_")}
 
-    @torch.no_grad()
     def decode(self, latents: Tensor) -> Tensor:
         """Latents ``[N, *latent_shape]`` to images ``[N, 3, H, W]`` in [0, 1], fp32. Of a video the middle frame."""
         images = self.decode_video(latents)
         return images[:, :, images.shape[2] // 2]
 
-    @torch.no_grad()
     def decode_video(self, latents: Tensor) -> Tensor:
         """Latents ``[N, *latent_shape]`` to frames ``[N, 3, F, H, W]`` in [0, 1], fp32; an image is one frame."""
         if self._vae is None:

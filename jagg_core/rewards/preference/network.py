@@ -38,7 +38,6 @@ class ClipNetwork:
         self.model.to(device=device, dtype=dtype)
         return self
 
-    @torch.no_grad()
     def cosines(self, images: Tensor, prompts: Sequence[str]) -> Tensor:
         """Cosine of image n and prompt n: ``[N, 3, H, W]`` in [0, 1] and N prompts to fp32 ``[N]``.
 

@@ -65,7 +65,10 @@ class Preprocessing:
 
 
 def _rounded(images: Tensor) -> Tensor:
-    return images.clamp(0, 1).mul(255).round().div(255)
+    clamped = images.clamp(0, 1)
+    rounded = clamped.mul(255).round().div(255)
+    # rounding has no gradient: the clamped image lends it its own (the straight-through estimator)
+    return clamped + (rounded - clamped).detach() if clamped.requires_grad else rounded
 
 
 def _resize(images: Tensor, size: list[int]) -> Tensor:

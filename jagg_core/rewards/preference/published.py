@@ -149,7 +149,6 @@ class PreferenceReward:
         self.network = network
         self.value = value
 
-    @torch.no_grad()
     def __call__(self, images: Tensor, prompts: Sequence[str]) -> Tensor:
         """See `Reward`.
 

@@ -37,7 +37,7 @@ class Modes:
         routing: whether samples that are partly clipped get a pass per step.
     """
 
-    upstream: UpstreamMode
+    upstream: UpstreamMode | Literal["given"]
     backward: BackwardMode
     knots_per_pass: int
     on_policy: bool | None
@@ -48,7 +48,7 @@ def choose_modes(
     policy: VelocityPolicy,
     trajectory: Trajectory,
     plan: Plan,
-    upstream: UpstreamMode,
+    upstream: UpstreamMode | Literal["given"],
     backward: BackwardMode,
     partly_clipped: PartlyClipped,
     max_rows: int | None,
@@ -60,7 +60,6 @@ def choose_modes(
         OffPolicyError: closed form off policy, or where nobody can tell.
     """
     require_one_of("partly_clipped", partly_clipped, PartlyClipped)
-    require_one_of("upstream", upstream, UpstreamMode)
     require_one_of("backward", backward, BackwardMode)
     batch = trajectory.batch
     if max_rows is not None and max_rows < batch:

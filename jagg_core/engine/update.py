@@ -6,15 +6,17 @@ import math
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
 
+from jagg_core.checks import require_one_of
 from jagg_core.engine.modes import BackwardMode, Modes, PartlyClipped, UpstreamMode, choose_modes
 from jagg_core.engine.passes import Passes
 from jagg_core.engine.report import RatioNoise, Report, figures_of, largest_by_step, ratios_of
 from jagg_core.engine.routing import Weights
-from jagg_core.engine.upstream import WAYS, UpstreamGradients
+from jagg_core.engine.upstream import WAYS, Given, Source, UpstreamGradients
 from jagg_core.objective import ClippedSurrogate
 from jagg_core.plans import Plan
 from jagg_core.policy import VelocityPolicy
@@ -24,10 +26,10 @@ from jagg_core.trajectory import ReplayMismatch, Trajectory, policy_signature
 def accumulate_gradients(
     policy: VelocityPolicy,
     trajectory: Trajectory,
-    advantages: Tensor,
+    advantages: Tensor | None,
     plan: Plan,
-    objective: ClippedSurrogate,
-    upstream: UpstreamMode = "auto",
+    objective: ClippedSurrogate | None,
+    upstream: UpstreamMode | Source = "auto",
     backward: BackwardMode = "auto",
     *,
     reference: VelocityPolicy | None = None,
@@ -52,7 +54,10 @@ def accumulate_gradients(
             only on policy, which is checked before any forward by the weights, and at every knot by the ratio.
             ``"auto"`` takes it exactly where the weights are known to be the rollout's. ``"interpolated"``: off policy,
             yet with forwards at the knots alone. How far velocities have moved since the rollout is known there, and
-            taken for the other steps by the plan's own weights, which must sum to 1 for every step.
+            taken for the other steps by the plan's own weights, which must sum to 1 for every step. Upstream gradients
+            of any other origin are given: a tensor ``[T, B, *D]``, which needs forwards at the knots alone, or a
+            function of step, latents and velocity ``[B, *D]`` that returns ``[B, *D]`` and is asked at every step that
+            the plan uses. ``advantages`` and ``objective`` are then None, and the report's loss and ratios are 0.
         backward: ``"joint"``: one forward per knot, one backward call per independent part of the plan (the paper).
             ``"batched"``: several knots in one pass. ``"sequential"``: one knot at a time, the least memory.
             ``"auto"``: batched while a pass stays small (`jagg_core.engine.modes.AUTO_ELEMENTS`), else sequential.
@@ -73,11 +78,22 @@ def accumulate_gradients(
             hold the passes before it: zero it. On several ranks it comes after the last pass, and ``.grad`` is not
             finite, for the other ranks make as many passes.
     """
+    source: Source | None = None
+    mode: UpstreamMode | Literal["given"] = "given"
+    if isinstance(upstream, str):
+        require_one_of("upstream", upstream, UpstreamMode)
+        if advantages is None or objective is None:
+            raise ValueError(f"advantages and objective must be given with upstream={upstream!r}, got None")
+        mode = upstream
+    else:
+        _require_given(upstream, trajectory, advantages, objective, reference)
+        source, advantages, objective = upstream, torch.zeros(trajectory.batch), ClippedSurrogate()
     _require_fitting(trajectory, advantages, plan, objective, reference, scale)
     trajectory.require(sigmas=plan.sigmas, signature=policy_signature(policy))
-    modes = choose_modes(policy, trajectory, plan, upstream, backward, partly_clipped, max_rows)
+    modes = choose_modes(policy, trajectory, plan, mode, backward, partly_clipped, max_rows)
     passes = Passes(policy, trajectory, plan, modes, clock, backward_fn)
-    gradients = WAYS[modes.upstream](trajectory, advantages.to(trajectory.latents), plan, objective, reference, passes)
+    known = trajectory, advantages.to(trajectory.latents), plan, objective, reference, passes
+    gradients = WAYS[modes.upstream](*known) if source is None else Given(*known, source=source)
     update = _Update(plan, modes, passes, gradients, Weights(plan, trajectory, scale))
     for bundle in update.bundles():
         update.run(bundle)
@@ -92,6 +108,22 @@ def accumulate_gradients(
             stacklevel=2,
         )
     return report
+
+
+def _require_given(
+    upstream: Source,
+    trajectory: Trajectory,
+    advantages: Tensor | None,
+    objective: ClippedSurrogate | None,
+    reference: VelocityPolicy | None,
+) -> None:
+    if advantages is not None or objective is not None or reference is not None:
+        raise ValueError("advantages, objective and reference must be None where upstream gradients are given")
+    if isinstance(upstream, Tensor):
+        if upstream.shape != trajectory.latents.shape:
+            raise ValueError(f"upstream must have shape {list(trajectory.latents.shape)}, got {list(upstream.shape)}")
+    elif not callable(upstream):
+        raise ValueError(f"upstream must be a mode, a tensor or a function, got {type(upstream).__name__}")
 
 
 def _require_fitting(

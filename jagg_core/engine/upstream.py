@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -179,6 +179,49 @@ class Interpolated(UpstreamGradients):
             drift = self.drifts[self.plan.knots[position]]
             velocity = velocity + expand(self.plan.weights[..., position, step], drift) * drift
         return velocity
+
+
+Source = Tensor | Callable[[int, Tensor, Tensor], Tensor]
+"""Upstream gradients that a caller gives: ``[T, B, *D]``, or a function of step, latents and velocity ``[B, *D]``."""
+
+
+@dataclass(eq=False)
+class Given(UpstreamGradients):
+    """Upstream gradients from the caller. A tensor needs no forward but at the knots, a function one at every step."""
+
+    source: Source | None = None
+
+    def look_beside(self, steps: list[int], knots: list[int], others: list[int]) -> None:
+        """See `UpstreamGradients.look_beside`."""
+        if not isinstance(self.source, Tensor):
+            at_states = self.at_states(knots)
+            for some, velocities in self.passes.without_graph([j for j in steps if j not in at_states]):
+                self._ask(some, velocities)
+
+    def learn(self, steps: list[int], knots: list[int], velocities: list[Tensor]) -> None:
+        """See `UpstreamGradients.learn`."""
+        if isinstance(self.source, Tensor):
+            for step in steps:
+                self._keep(step, self.source[step])
+        else:
+            at = dict(zip(knots, velocities, strict=True))
+            states = [k for k in self.at_states(knots) if k in steps]
+            self._ask(states, [at[k] for k in states])
+        self.require_finite(steps)
+
+    def _ask(self, steps: Sequence[int], velocities: Sequence[Tensor]) -> None:
+        assert callable(self.source)
+        with self.passes.timed("upstream"), torch.no_grad():
+            for step, velocity in zip(steps, velocities, strict=True):
+                latents = self.trajectory.latents[step]
+                self._keep(step, self.source(step, latents, velocity.detach().to(latents.dtype)))
+
+    def _keep(self, step: int, gradient: Tensor) -> None:
+        latents = self.trajectory.latents[step]
+        if gradient.shape != latents.shape:
+            raise ValueError(f"upstream must give {list(latents.shape)} at step {step}, got {list(gradient.shape)}")
+        nothing = torch.zeros_like(self.advantages)
+        self.known[step] = Upstream(gradient.detach().to(latents), nothing, nothing, nothing.bool())
 
 
 WAYS: dict[str, type[UpstreamGradients]] = {

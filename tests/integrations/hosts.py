@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from types import ModuleType
 
 import torch
 
@@ -18,7 +19,8 @@ from tests.integrations.dance import dance_epoch, dance_names, dance_own, mix_na
 from tests.integrations.factory import factory_epoch, factory_names, factory_own
 from tests.integrations.flow import flow_epoch, flow_names, flow_own
 from tests.integrations.network import Inner, Names
-from tests.integrations.verl import verl_epoch, verl_names, verl_own
+from tests.integrations.unirl import STEPS, unirl_modules, unirl_train
+from tests.integrations.verl import WINDOW, verl_modules, verl_train
 
 
 @dataclass(frozen=True)
@@ -50,5 +52,27 @@ HOSTS = {
     "flow_grpo-sd3-kl": Host("flow_grpo", partial(flow_names, beta=0.04), flow_epoch, flow_own, 7, "SD3"),
     "flow_grpo-flux": Host("flow_grpo", partial(flow_names, flux=True), flow_epoch, flow_own, 7, "Flux"),
     "flow-factory": Host("flow-factory", factory_names, factory_epoch, factory_own, 4),
-    "verl-omni": Host("verl-omni", verl_names, verl_epoch, verl_own, 3),
+}
+
+
+@dataclass(frozen=True)
+class ClassHost:
+    """A trainer that is extended by a class.
+
+    Attributes:
+        modules: what the page's block imports, by name.
+        train: its training, with a class in the place of its own.
+        name: of the page's class.
+        steps: trained steps of a micro-batch.
+    """
+
+    modules: Callable[[], dict[str, ModuleType]]
+    train: Callable[..., Names]
+    name: str
+    steps: int
+
+
+CLASS_HOSTS = {
+    "unirl": ClassHost(unirl_modules, unirl_train, "PlanFlowGRPO", len(STEPS)),
+    "verl-omni": ClassHost(verl_modules, verl_train, "PlanEngine", WINDOW),
 }

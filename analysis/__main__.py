@@ -80,6 +80,7 @@ def parser() -> argparse.ArgumentParser:
         command = commands.add_parser(name, help=about, epilog=example, formatter_class=AS_IT_IS)
         add_flags(command, kind, skip=["recipe"])
         add_flags(command, Recipe)
+        command.add_argument("--weights", metavar="RUN", help="folder of a training run, whose weights are studied")
         command.add_argument("--quick", action="store_true", help="a smoke run: every part, few rollouts")
         command.add_argument("--out", type=Path, default=None, help=f"run folder, default results/BACKBONE{ending}")
     command = commands.add_parser(
@@ -109,6 +110,8 @@ def settings_from(arguments: argparse.Namespace) -> Study:
     kind = COMMANDS[arguments.command][0]
     chosen = dict(QUICK[kind]) if arguments.quick else {}
     flags, recipe = given(arguments, kind), given(arguments, Recipe)
+    if arguments.weights is not None:
+        flags["backbone_options"] = (*flags.get("backbone_options", ()), f"weights={arguments.weights}")
     if flags.get("preset") in PRESETS:
         overrides = preset(flags["preset"], flags.get("backbone", kind.backbone))
         rollout = RolloutSettings(**overrides["rollout"])

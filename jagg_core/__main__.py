@@ -88,6 +88,7 @@ def parser() -> argparse.ArgumentParser:
 def _add_loading(command: argparse.ArgumentParser) -> None:
     command.add_argument("--device", default="cpu", help="such as cuda or cuda:1, default cpu")
     command.add_argument("--dtype", choices=DTYPES, default="float32", help="of the weights, default float32")
+    command.add_argument("--weights", metavar="RUN", help="folder of a training run, whose weights are used")
     text = "option=value of the backbone's loader, such as path=FOLDER height=512 prompts=FILE"
     command.add_argument(
         "--backbone-options", nargs="*", action="extend", default=[], metavar="OPTION=VALUE", help=text
@@ -95,7 +96,8 @@ def _add_loading(command: argparse.ArgumentParser) -> None:
 
 
 def _load(name: str, arguments: argparse.Namespace) -> Backbone:
-    options = read_options(name, arguments.backbone_options)
+    weights = [] if arguments.weights is None else [f"weights={arguments.weights}"]
+    options = read_options(name, [*arguments.backbone_options, *weights])
     return load_backbone(name, arguments.device, getattr(torch, arguments.dtype), **options)
 
 

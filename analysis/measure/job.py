@@ -79,7 +79,8 @@ class Job:
             **reward_fingerprints(settings.reward, self.reward),
         }
         # where a model lies says nothing of it
-        self.options = [o for o in settings.backbone_options if not o.startswith(("path=", "prompts=", "revision="))]
+        places = ("path=", "prompts=", "revision=", "weights=")
+        self.options = [o for o in settings.backbone_options if not o.startswith(places)]
         self.weights = weights_version(policy)
         self.record = Record(
             kind=kind,

@@ -27,21 +27,29 @@ def add_lora(transformer: Any, targets: Sequence[str], rank: int, alpha: int | N
     Raises:
         ValueError: peft is missing, or the transformer has none of the layers.
     """
+    described = {
+        "r": rank,
+        "lora_alpha": 2 * rank if alpha is None else alpha,
+        "init_lora_weights": "gaussian",
+        "target_modules": list(targets),
+    }
+    add_adapter(transformer, seed, **described)
+
+
+def add_adapter(transformer: Any, seed: int = 0, **described: Any) -> None:
+    """Freezes ``transformer`` and adds the trainable LoRA that peft's configuration ``described`` describes.
+
+    Raises:
+        ValueError: peft is missing, or the transformer has none of the layers.
+    """
     try:
         from peft import LoraConfig
     except ImportError as error:
-        raise ValueError("lora_rank needs peft: pip install 'jagg-core[pretrained]'") from error
-    scaled = 2 * rank if alpha is None else alpha
+        raise ValueError("a LoRA needs peft: pip install 'jagg-core[pretrained]'") from error
     transformer.requires_grad_(False)
-    config = LoraConfig(
-        r=rank,
-        lora_alpha=scaled,
-        init_lora_weights="gaussian",
-        target_modules=list(targets),
-    )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        transformer.add_adapter(config)
+        transformer.add_adapter(LoraConfig(**described))
     for parameter in transformer.parameters():
         if parameter.requires_grad:
             parameter.data = at_least_fp32(parameter.data)

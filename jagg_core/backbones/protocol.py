@@ -21,7 +21,7 @@ class Backbone(Protocol):
 
     Optional methods are ``schedule(steps)``, which gives the sigmas of its own sampler ``[steps + 1]``, and
     ``fingerprints()``, which gives by name what tells its parts beside the transformer from others: see
-    `fingerprints_of`.
+    `fingerprints_of`. ``parts()`` gives by name the modules that a pipeline loads apart, where they are several.
     """
 
     @property

@@ -15,6 +15,7 @@ import torch
 from jagg_core.backbones.pixel import DIGITS_FLUX, PHOTOS_FLUX, PHOTOS_QWEN, PixelSpec, build_pixel_backbone
 from jagg_core.backbones.pretrained import MODELS, load_pretrained
 from jagg_core.backbones.protocol import Backbone
+from jagg_core.backbones.trained import check_weights, load_weights
 from jagg_core.checks import require_device
 from jagg_core.imports import import_object
 from jagg_core.options import read_values, require_options
@@ -77,10 +78,20 @@ def check_backbone_name(name: str) -> None:
 def read_options(name: str, texts: Sequence[str]) -> dict[str, object]:
     """Options of the backbone ``name`` written as ``option=value``, by the types that its loader declares.
 
+    ``weights=RUN`` is an option of every backbone, see `load_backbone`.
+
     Raises:
-        ValueError: unknown name or option, or a value that is not of the option's type.
+        ValueError: unknown name or option, a value that is not of the option's type, or no weights there.
     """
-    return read_values("backbone", name, _loader(name), texts)
+    load = _loader(name)
+    ours = [text for text in texts if text.startswith("weights=") and not _takes_weights(load)]
+    values = read_values("backbone", name, load, [text for text in texts if text not in ours])
+    if len(ours) > 1:
+        raise ValueError(f"backbone options must be different, got {ours}")
+    for text in ours:
+        values["weights"] = text.removeprefix("weights=")
+        check_weights(text.removeprefix("weights="))
+    return values
 
 
 def load_backbone(
@@ -92,20 +103,35 @@ def load_backbone(
         name: one of `list_backbones`, or ``module:function`` for your own: a function ``(device, dtype) -> Backbone``.
         device: of the weights.
         dtype: of the weights.
-        options: what this backbone's loader takes besides; see `jagg_core.backbones.pretrained.load_pretrained`.
+        options: what this backbone's loader takes besides; see `jagg_core.backbones.pretrained.load_pretrained`. Of
+            every backbone: ``weights``, the folder of a run whose trained weights take the place of the published
+            ones (see `jagg_core.backbones.trained.load_weights`), unless its own loader has an option of that name.
 
     Raises:
-        ValueError: unknown name or option, a dtype that is not floating point, a device that cannot be used here, or a
-            function whose result lacks a member of `Backbone`.
+        ValueError: unknown name or option, weights that do not fit, a dtype that is not floating point, a device that
+            cannot be used here, or a function whose result lacks a member of `Backbone`.
     """
     load = _loader(name)
+    weights = None if _takes_weights(load) else options.pop("weights", None)
+    if weights is not None:
+        check_weights(str(weights))
     require_options("backbone", name, load, options)
     if not dtype.is_floating_point:
         raise ValueError(f"dtype must be floating point, found {dtype}")
     require_device(device)
     backbone = load(device, dtype, **options)
     _require_members(name, backbone)
+    if weights is not None:
+        load_weights(backbone, str(weights))
     return backbone
+
+
+def _takes_weights(load: Loader) -> bool:
+    """Whether a loader has an option of its own that is called weights."""
+    try:
+        return "weights" in inspect.signature(load).parameters
+    except ValueError:  # some functions written in C do not show theirs
+        return False
 
 
 def _allowed() -> str:

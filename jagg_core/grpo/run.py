@@ -9,6 +9,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from jagg_core.backbones.trained import is_adapter, weights_files
 from jagg_core.checks import require_device
 from jagg_core.distributed import RankFailed, on_first_rank, rank, ranks
 from jagg_core.environment import environment
@@ -71,7 +72,7 @@ def train(
             held.callback(log.close)
         _go_on(trainer, folder, logs, progress)
         with _writing(folder):
-            export(trainer.learner, folder / "weights.safetensors")
+            export(trainer.learner, folder)
     return trainer
 
 
@@ -165,16 +166,25 @@ def read(trainer: GRPOTrainer, path: Path) -> None:
     trainer.restore(int(state["update"]), state)
 
 
-def export(learner: Learner, path: Path) -> None:
-    """Write the trained weights, averaged where there is an average, in fp32 under the transformer's own names."""
+def export(learner: Learner, folder: Path) -> None:
+    """Writes the trained weights, averaged where there is an average, in fp32: see `jagg_core.backbones.trained`."""
+    backbone = learner.backbone
     with learner.averaged():
+        tensors: dict[str, Any] = dict(zip(learner.names, learner.masters.tensors, strict=True))
+        if not is_adapter(backbone.transformer, tensors):
+            tensors = backbone.transformer.state_dict() | tensors
         whole = {}
-        for name, tensor in zip(learner.names, learner.masters.tensors, strict=True):
-            found: Any = tensor.detach()
+        for name, tensor in tensors.items():
+            found = tensor.detach().float() if name in learner.names else tensor.detach()
             found = found.full_tensor() if hasattr(found, "full_tensor") else found.clone()
             if rank() == 0:  # whole weights on every rank may be more than the host has
-                whole[name] = found.float().cpu()
-    on_first_rank(lambda: write_tensors(path, whole), learner.backbone.device)
+                whole[name] = found.cpu()
+
+    def write_all() -> None:
+        for path, file in weights_files(backbone, whole).items():
+            write_tensors(folder / path, file.tensors, file.metadata)
+
+    on_first_rank(write_all, backbone.device)
 
 
 def _open_logs(folder: Path, trainer: GRPOTrainer) -> dict[str, Log]:

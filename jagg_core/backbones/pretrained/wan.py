@@ -182,6 +182,10 @@ class WanExperts(Wan):
         timestep: ExactTimestep = self._transformer.timestep
         return timestep
 
+    def parts(self) -> dict[str, nn.Module]:
+        """Both experts, by the names that the pipeline gives them."""
+        return {"transformer": self._transformer.high, "transformer_2": self._transformer.low}
+
     @classmethod
     def build(cls, model: PublishedModel) -> nn.Module:
         """See `PretrainedBackbone`."""

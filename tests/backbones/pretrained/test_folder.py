@@ -211,7 +211,7 @@ def test_libraries_that_are_too_old(folder: Path, monkeypatch: pytest.MonkeyPatc
 
 def test_lora_without_peft(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "peft", None)
-    refused("lora_rank needs peft: pip install", folder, lora_rank=2)
+    refused("a LoRA needs peft: pip install", folder, lora_rank=2)
 
 
 def test_marks_and_ends_of_lines_are_no_prompts(folder: Path, tmp_path: Path) -> None:

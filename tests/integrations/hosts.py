@@ -18,6 +18,7 @@ import torch
 from tests.integrations.dance import dance_epoch, dance_names, dance_own, mix_names
 from tests.integrations.factory import factory_epoch, factory_names, factory_own
 from tests.integrations.flow import flow_epoch, flow_names, flow_own
+from tests.integrations.nemo import nemo_train
 from tests.integrations.network import Inner, Names
 from tests.integrations.unirl import STEPS, unirl_modules, unirl_train
 from tests.integrations.verl import WINDOW, verl_modules, verl_train
@@ -57,22 +58,27 @@ HOSTS = {
 
 @dataclass(frozen=True)
 class ClassHost:
-    """A trainer that is extended by a class.
+    """A trainer whose page adds a class or a function of its own.
 
     Attributes:
         modules: what the page's block imports, by name.
         train: its training, with a class in the place of its own.
-        name: of the page's class.
+        name: of the page's class or function.
         steps: trained steps of a micro-batch.
+        passes: of the page's own plan for them.
+        keeps_means: whether the noise of the rollout is known: then the update has a closed form on policy.
     """
 
     modules: Callable[[], dict[str, ModuleType]]
     train: Callable[..., Names]
     name: str
     steps: int
+    passes: int
+    keeps_means: bool = True
 
 
 CLASS_HOSTS = {
-    "unirl": ClassHost(unirl_modules, unirl_train, "PlanFlowGRPO", len(STEPS)),
-    "verl-omni": ClassHost(verl_modules, verl_train, "PlanEngine", WINDOW),
+    "unirl": ClassHost(unirl_modules, unirl_train, "PlanFlowGRPO", len(STEPS), 3),
+    "verl-omni": ClassHost(verl_modules, verl_train, "PlanEngine", WINDOW, 2),
+    "nemo-rl": ClassHost(dict, nemo_train, "plan_chunk", 2, 2, keeps_means=False),
 }

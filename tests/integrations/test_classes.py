@@ -1,4 +1,4 @@
-"""Pages whose block is a subclass of the host's class: in a host of the same shape, against the host's own class."""
+"""Pages that add a class or function to the host: in a host of the same shape, against the host's own."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from jagg_core.integrations import window_plan
 from jagg_core.plans import Plan
 from tests.integrations.hosts import CLASS_HOSTS
 from tests.integrations.network import Names
@@ -28,7 +27,7 @@ def from_page(page: str, monkeypatch: pytest.MonkeyPatch, plan_for: Callable[[Te
     names: Names = {}
     exec(compile(blocks(page)["once"], f"{page}.md: once", "exec"), names)
     if plan_for is not None:
-        names["window_plan"] = lambda sigmas, window: plan_for(sigmas)
+        names["window_plan"] = lambda sigmas, window, estimator="causal": plan_for(sigmas)
     plan_update = names["plan_update"]
 
     def watched(*arguments: Any, **settings: Any) -> Any:
@@ -56,7 +55,7 @@ def test_weights_and_figures_are_those_of_the_hosts_own_class(
     start = weights(train(None, torch.float64, 1, 0))
     assert (weights(ours) - weights(own)).norm() < 1e-6 * (weights(own) - start).norm()
     assert len(ours["optimizer_steps"]) == len(own["optimizer_steps"]) == 3 * steps_per_rollout
-    on_policy = 4 // steps_per_rollout
+    on_policy = 4 // steps_per_rollout if CLASS_HOSTS[page].keeps_means else 0
     assert [report.upstream for report in reports] == (["closed_form"] * on_policy + ["autograd"] * (4 - on_policy)) * 3
     assert any(report.clipped_share > 0 for report in reports) == (steps_per_rollout > 1), "clips after a step"
     for found, expected in zip(ours["metrics"], own["metrics"], strict=True):
@@ -76,8 +75,8 @@ def test_the_pages_own_plan_makes_a_pass_per_window(page: str, monkeypatch: pyte
     host = CLASS_HOSTS[page]
     made, reports = from_page(page, monkeypatch)
     names = host.train(made, torch.float64, 1, 2)
-    passes = window_plan(torch.linspace(0.9, 0.1, host.steps), 2).passes
-    assert [report.passes for report in reports] == [report.forwards for report in reports] == [passes] * 8
+    assert [report.passes for report in reports] == [host.passes] * 8
+    assert [report.forwards for report in reports] == [host.passes if host.keeps_means else host.steps] * 8
     assert len(names["optimizer_steps"]) == 2
 
 
@@ -100,4 +99,12 @@ def test_what_verl_omni_has_beyond_a_plan_is_refused(
     extra = {key: value for key, value in changes.items() if isinstance(value, Tensor)}
     with pytest.raises(ValueError, match=message):
         verl_train(made, torch.float64, 1, 1, config, **extra)
+    assert reports == []
+
+
+@pytest.mark.parametrize("given", [{"beta": 0.1}, {"aggregate_logprobs_per_sample": True}, {"ratio_clip_min": 1e-4}])
+def test_what_nemo_rl_has_beyond_a_plan_is_refused(given: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    made, reports = from_page("nemo-rl", monkeypatch)
+    with pytest.raises(ValueError, match="a plan has no beta, no aggregate_logprobs_per_sample, and one clip range"):
+        CLASS_HOSTS["nemo-rl"].train(made, torch.float64, 1, 1, **given)
     assert reports == []

@@ -3,9 +3,10 @@
 Every estimator of the update gradient is a `Plan`; `accumulate_gradients` runs any of them.
 """
 
+from jagg_core.advantages import NoGroupSignal, group_advantages
 from jagg_core.backbones import load_backbone
 from jagg_core.engine import OffPolicyError, RatioNoise, Report, accumulate_gradients
-from jagg_core.objective import ClippedSurrogate, NoGroupSignal, group_advantages
+from jagg_core.objective import ClippedSurrogate
 from jagg_core.plans import (
     Plan,
     causal_plan,

@@ -1,4 +1,4 @@
-"""From rewards to upstream gradients ``s_j = dL_j / dv_j``: advantages, clipped surrogate, KL to a reference.
+"""From advantages to upstream gradients ``s_j = dL_j / dv_j``: clipped surrogate, KL.
 
 Every upstream gradient comes in two ways that the tests hold against each other: by autograd through transition and
 loss (the paper's second phase, no transformer involved), and in closed form, which on policy needs no forward.
@@ -7,7 +7,6 @@ loss (the paper's second phase, no transformer involved), and in closed form, wh
 from __future__ import annotations
 
 import math
-import warnings
 from dataclasses import dataclass
 from typing import Literal
 
@@ -16,148 +15,117 @@ from torch import Tensor
 
 from jagg_core.checks import require_one_of
 from jagg_core.trajectory import Trajectory
-from jagg_core.transitions import expand, per_sample_mean
+from jagg_core.transitions import Transition, expand, per_sample_mean
 
-DEGENERATE_STD = 1e-6
-"""A group whose rewards spread less than this share of their size has no signal: its advantages are zero."""
+KLForm = Literal["noise", "std", "mean", "velocity", "log_ratio"]
+"""What the KL term of `ClippedSurrogate` measures."""
 
-ROUNDING = 1e-12
-"""A reward is its group's mean if it differs by less than this share of the group's largest: fp64 sums round."""
-
-
-Over = Literal["prompt", "batch", "none"]
-"""What a statistic of rewards is taken over."""
-
-
-class NoGroupSignal(UserWarning):
-    """A prompt, or the batch, has too few samples for statistics of its own."""
-
-
-def group_advantages(
-    rewards: Tensor,
-    prompt_ids: Tensor,
-    *,
-    centre: Over = "prompt",
-    scale: Over = "prompt",
-    std: Literal["sample", "population"] = "sample",
-    eps: float = 1e-8,
-    nan: Literal["raise", "exclude"] = "raise",
-) -> Tensor:
-    """Advantages ``(reward - mean) / (std + eps)`` of ``rewards`` [B], fp64 statistics, returned in fp32 ``[B]``.
-
-    DanceGRPO takes mean and sample std inside a prompt's samples; flow_grpo the population std; its ``global_std`` is
-    ``scale="batch"``. Statistics are taken once per sample, before anything is repeated over steps. A group (or batch)
-    of equal rewards has zero advantages, also if rounding makes its std positive. ``nan="exclude"`` leaves rewards that
-    are not finite out of the statistics and gives them advantage 0.
-
-    Raises:
-        ValueError: shapes that do not match, a reward that is not finite (under ``nan="raise"``), unknown options.
-    """
-    for name, value in (("centre", centre), ("scale", scale)):
-        require_one_of(name, value, Over)
-    require_one_of("std", std, ("sample", "population"))
-    require_one_of("nan", nan, ("raise", "exclude"))
-    if not (eps >= 0 and math.isfinite(eps)):
-        raise ValueError(f"eps must be at least 0, found {eps}")
-    if rewards.ndim != 1 or rewards.shape != prompt_ids.shape or len(rewards) == 0:
-        raise ValueError(
-            f"rewards and prompt_ids must both have shape [B], B >= 1, "
-            f"found {list(rewards.shape)} and {list(prompt_ids.shape)}"
-        )
-    values = rewards.detach().double()
-    valid = torch.isfinite(values)
-    if nan == "raise" and not valid.all():
-        index = int((~valid).nonzero()[0])
-        raise ValueError(f"rewards must be finite, found {values[index].item()} at sample {index}")
-    values = torch.where(valid, values, 0.0)
-    groups = prompt_ids.unique(return_inverse=True)[1].to(values.device)
-    whole = torch.zeros_like(groups)
-    alone = groups[valid].bincount(minlength=1) == 1
-    if "prompt" in (centre, scale) and alone.any():
-        warnings.warn(
-            "no group signal: a prompt has a single sample, so its advantage is 0; draw several samples per prompt",
-            NoGroupSignal,
-            stacklevel=2,
-        )
-    elif "batch" in (centre, scale) and int(valid.sum()) == 1:
-        warnings.warn(
-            "no group signal: the batch has a single sample, so its advantage is 0; draw several samples",
-            NoGroupSignal,
-            stacklevel=2,
-        )
-    by = {"prompt": groups, "batch": whole, "none": whole}
-    mean = _group_mean(values, by[centre], valid) if centre != "none" else torch.zeros_like(values)
-    centred = torch.where(valid, values - mean, 0.0)
-    if centre != "none":
-        centred = torch.where(centred.abs() > ROUNDING * _group_max(values.abs(), by[centre]), centred, 0.0)
-    if scale == "none":
-        return centred.float()
-    members = by[scale]
-    deviation = values - _group_mean(values, members, valid)
-    count = torch.zeros(int(members.max()) + 1, dtype=values.dtype, device=values.device)
-    count.index_add_(0, members, valid.to(values.dtype))
-    squares = torch.zeros_like(count).index_add_(0, members, torch.where(valid, deviation.square(), 0.0))
-    spread = (squares / (count - int(std == "sample")).clamp_min(1)).sqrt()[members]
-    signal = spread > DEGENERATE_STD * _group_max(values.abs(), members)
-    return torch.where(signal, centred / (spread + eps), 0.0).float()
-
-
-def _group_mean(values: Tensor, members: Tensor, valid: Tensor) -> Tensor:
-    count = torch.zeros(int(members.max()) + 1, dtype=values.dtype, device=values.device)
-    total = torch.zeros_like(count).index_add_(0, members, values * valid)
-    count.index_add_(0, members, valid.to(values.dtype))
-    return (total / count.clamp_min(1))[members]
-
-
-def _group_max(magnitudes: Tensor, members: Tensor) -> Tensor:
-    largest = torch.zeros(int(members.max()) + 1, dtype=magnitudes.dtype, device=magnitudes.device)
-    return largest.scatter_reduce_(0, members, magnitudes, "amax")[members]
-
-
-def groups_without_signal(advantages: Tensor, prompt_ids: Tensor) -> int:
-    """How many prompts have only zero advantages; both arguments are ``[B]``."""
-    groups = prompt_ids.unique(return_inverse=True)[1].to(advantages.device)
-    largest = torch.zeros(int(groups.max()) + 1, dtype=advantages.dtype, device=advantages.device)
-    return int((largest.scatter_reduce_(0, groups, advantages.abs(), "amax") == 0).sum())
+Bounds = float | tuple[float, float]
+"""A limit on both sides: ``c`` stands for ``(-c, c)``."""
 
 
 @dataclass(frozen=True)
 class ClippedSurrogate:
-    """PPO's clipped surrogate on mean log-probabilities, with an optional KL to a reference policy.
+    """PPO's clipped surrogate on mean log-probabilities, with an optional KL.
 
-    Per sample and step ``max(-A r, -A clip(r, 1 - clip_range, 1 + clip_range)) + kl_beta KL`` where A is the advantage
-    clipped to ``+-adv_clip``, and ``KL = mean((mean - mean_ref)^2 / (2 scale^2))`` (flow_grpo; scale holds sqrt(-dt)).
+    Per sample and step ``max(-A r, -A clip(r, 1 + low, 1 + high)) + kl_beta KL``. A is the advantage, clipped to
+    ``adv_clip``; r is the ratio to the rollout's policy. ``clip_range`` and ``adv_clip`` are a number ``c``, which
+    stands for ``(-c, c)``, or the offsets ``(low, high)`` with ``low < 0 < high`` (Flow-Factory).
+
+    ``kl_form`` says what the KL is, a mean over latent elements. With m the mean of the transition and ``m_ref`` that
+    of a reference policy:
+
+    - ``"noise"``: ``(m - m_ref)^2 / (2 c^2)`` with c the whole noise scale of the step, the KL of the two Gaussians.
+      flow_grpo's Wan script and verl-omni's ``dance_sde`` have it.
+    - ``"std"``: the same with c the scale without ``sqrt(-dt)``. flow_grpo has it since July 2025 and verl-omni too,
+      both with Flow-SDE and with CPS (whose scale has no ``sqrt(-dt)``). No public trainer has it with Dance-SDE.
+    - ``"mean"``: ``(m - m_ref)^2``, Flow-Factory's ``x-based``.
+    - ``"velocity"``: ``(v - v_ref)^2``, Flow-Factory's ``v-based``.
+    - ``"log_ratio"``: ``(log r)^2 / 2``, MixGRPO's ``kl_coeff``; it needs no reference policy.
 
     Raises:
         ValueError: a setting out of range.
     """
 
-    clip_range: float = 1e-4
-    adv_clip: float = 5.0
+    clip_range: Bounds = 1e-4
+    adv_clip: Bounds = 5.0
     kl_beta: float = 0.0
+    kl_form: KLForm = "noise"
 
     def __post_init__(self) -> None:
-        for name, minimum in (("clip_range", 0.0), ("adv_clip", 0.0)):
-            if not getattr(self, name) > minimum:
-                raise ValueError(f"{name} must be positive, found {getattr(self, name)}")
+        for name in ("clip_range", "adv_clip"):
+            _bounds(name, getattr(self, name))
         if not (self.kl_beta >= 0 and math.isfinite(self.kl_beta)):
             raise ValueError(f"kl_beta must be at least 0, found {self.kl_beta}")
+        require_one_of("kl_form", self.kl_form, KLForm)
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether the KL is to a reference policy."""
+        return self.kl_beta > 0 and self.kl_form != "log_ratio"
+
+    @property
+    def ratio_bounds(self) -> tuple[float, float]:
+        """Offsets of the ratio from 1 at which it is clipped, below and above."""
+        return _bounds("clip_range", self.clip_range)
 
     def clip_advantages(self, advantages: Tensor) -> Tensor:
-        """Advantages within ``+-adv_clip``."""
-        return advantages.clamp(-self.adv_clip, self.adv_clip)
+        """Advantages within ``adv_clip``."""
+        return advantages.clamp(*_bounds("adv_clip", self.adv_clip))
 
     def surrogate(self, log_ratio: Tensor, advantages: Tensor) -> Tensor:
         """Loss per sample ``[B]`` without KL."""
-        ratio = log_ratio.exp()
-        clipped = ratio.clamp(1 - self.clip_range, 1 + self.clip_range)
+        ratio, (low, high) = log_ratio.exp(), self.ratio_bounds
+        clipped = ratio.clamp(1 + low, 1 + high)
         return torch.maximum(-advantages * ratio, -advantages * clipped)
 
     def is_clipped(self, log_ratio: Tensor, advantages: Tensor) -> Tensor:
         """Samples whose surrogate has no gradient, ``[B]`` bool."""
-        ratio = log_ratio.exp()
-        above = (advantages > 0) & (ratio > 1 + self.clip_range)
-        return above | ((advantages < 0) & (ratio < 1 - self.clip_range))
+        ratio, (low, high) = log_ratio.exp(), self.ratio_bounds
+        return ((advantages > 0) & (ratio > 1 + high)) | ((advantages < 0) & (ratio < 1 + low))
+
+    def kl_factor(self, transition: Transition, sigma: Tensor, next_sigma: Tensor) -> Tensor:
+        """What multiplies the mean of ``(m - m_ref)^2`` at a step, fp64 of the shape of ``sigma``.
+
+        Raises:
+            ValueError: no public trainer has this form with this kernel, or the form has no reference.
+        """
+        _, b, scale = transition.coefficients(sigma, next_sigma)
+        if self.kl_form == "noise":
+            return 1 / (2 * scale.square())
+        if self.kl_form == "std":
+            return 1 / (2 * transition.std(sigma, next_sigma).square())
+        if self.kl_form == "mean":
+            return torch.ones_like(scale)
+        if self.kl_form == "velocity":
+            return 1 / b.square()
+        raise ValueError(f"kl_form {self.kl_form!r} has no reference policy")
+
+    def require_fitting(self, trajectory: Trajectory, has_reference: bool) -> None:
+        """Refuse a KL that the trajectory's kernel, or a missing reference policy, does not allow.
+
+        Raises:
+            ValueError: see above.
+        """
+        if not self.needs_reference:
+            return
+        if not has_reference:
+            raise ValueError(f"kl_beta is {self.kl_beta}: a reference policy is needed")
+        try:
+            self.kl_factor(trajectory.transition, trajectory.sigma(0), trajectory.next_sigma(0))
+        except ValueError as error:
+            raise ValueError(f"kl_form {self.kl_form!r} does not fit the trajectory: {error}") from None
+
+
+def _bounds(name: str, value: Bounds) -> tuple[float, float]:
+    """Offsets (low, high) around 0."""
+    if isinstance(value, (int, float)):
+        if not value > 0:
+            raise ValueError(f"{name} must be positive, found {value}")
+        return -value, value
+    if len(value) != 2 or not value[0] < 0 < value[1]:
+        raise ValueError(f"{name} must be a number, or offsets (low, high) with low < 0 < high, found {tuple(value)}")
+    return float(value[0]), float(value[1])
 
 
 @dataclass(frozen=True)
@@ -166,13 +134,15 @@ class Upstream:
 
     Attributes:
         gradient: ``s_j`` [B, *D].
-        loss: per sample ``[B]``.
+        loss: per sample ``[B]``, with the KL.
+        kl: per sample ``[B]``, before it is multiplied by ``kl_beta``; 0 without a KL.
         log_ratio: per sample ``[B]``.
         clipped: samples without surrogate gradient, ``[B]`` bool.
     """
 
     gradient: Tensor
     loss: Tensor
+    kl: Tensor
     log_ratio: Tensor
     clipped: Tensor
 
@@ -189,6 +159,11 @@ def step_log_prob(trajectory: Trajectory, step: int, velocity: Tensor) -> Tensor
     return trajectory.transition.log_prob(trajectory.next_latents[step], mean, scale)
 
 
+def _kl_factor(objective: ClippedSurrogate, trajectory: Trajectory, step: int, like: Tensor) -> Tensor:
+    factor = objective.kl_factor(trajectory.transition, trajectory.sigma(step), trajectory.next_sigma(step))
+    return factor.to(like)
+
+
 def upstream_autograd(
     objective: ClippedSurrogate,
     trajectory: Trajectory,
@@ -199,7 +174,7 @@ def upstream_autograd(
 ) -> Upstream:
     """The upstream gradient by autograd from a detached copy of ``velocity`` [B, *D] through transition and loss.
 
-    ``advantages`` [B] are clipped here. ``reference_velocity`` is needed when ``kl_beta`` is positive.
+    ``advantages`` [B] are clipped here. ``reference_velocity`` is needed if ``objective.needs_reference``.
 
     Raises:
         ValueError: it is needed and missing.
@@ -210,14 +185,16 @@ def upstream_autograd(
         mean, scale = _mean_and_scale(trajectory, step, proxy)
         log_prob = trajectory.transition.log_prob(trajectory.next_latents[step], mean, scale)
         log_ratio = log_prob - trajectory.log_probs[step]
-        loss = objective.surrogate(log_ratio, advantages)
-        if objective.kl_beta > 0:
-            reference = _mean_and_scale(trajectory, step, _needed(reference_velocity))[0]
-            distance = (mean - reference) / expand(scale, mean)
-            loss = loss + objective.kl_beta * per_sample_mean(distance.square() / 2)
+        loss, kl = objective.surrogate(log_ratio, advantages), torch.zeros_like(log_ratio)
+        if objective.needs_reference:
+            distance = mean - _mean_and_scale(trajectory, step, _needed(reference_velocity))[0]
+            kl = _kl_factor(objective, trajectory, step, mean) * per_sample_mean(distance.square())
+        elif objective.kl_beta > 0:
+            kl = log_ratio.square() / 2
+        loss = loss + objective.kl_beta * kl
         (gradient,) = torch.autograd.grad(loss.sum(), proxy)
     log_ratio = log_ratio.detach()
-    return Upstream(gradient, loss.detach(), log_ratio, objective.is_clipped(log_ratio, advantages))
+    return Upstream(gradient, loss.detach(), kl.detach(), log_ratio, objective.is_clipped(log_ratio, advantages))
 
 
 @torch.no_grad()
@@ -235,7 +212,7 @@ def upstream_closed_form(
     noise, and no forward is needed. Whoever calls it so must know that it is.
 
     Raises:
-        ValueError: ``kl_beta`` is positive and ``reference_velocity`` missing.
+        ValueError: ``objective.needs_reference`` and ``reference_velocity`` is missing.
     """
     advantages = objective.clip_advantages(advantages)
     transition, sigma, next_sigma = trajectory.transition, trajectory.sigma(step), trajectory.next_sigma(step)
@@ -248,16 +225,18 @@ def upstream_closed_form(
         residual = (trajectory.next_latents[step] - mean) / expand(scale, mean)
         log_ratio = transition.log_prob(trajectory.next_latents[step], mean, scale) - trajectory.log_probs[step]
     clipped = objective.is_clipped(log_ratio, advantages)
-    weight = torch.where(clipped, 0.0, -advantages * log_ratio.exp()) / trajectory.elements
-    gradient = expand(weight, residual) * transition.dlogp_dvelocity(residual, sigma, next_sigma)
-    loss = objective.surrogate(log_ratio, advantages)
-    if objective.kl_beta > 0:
-        reference = _mean_and_scale(trajectory, step, _needed(reference_velocity))[0]
-        distance = (mean - reference) / expand(scale, mean)
-        loss = loss + objective.kl_beta * per_sample_mean(distance.square() / 2)
-        factor = objective.kl_beta / trajectory.elements * b / scale
-        gradient = gradient + expand(factor, distance) * distance
-    return Upstream(gradient, loss, log_ratio, clipped)
+    weight = torch.where(clipped, 0.0, -advantages * log_ratio.exp())
+    loss, kl = objective.surrogate(log_ratio, advantages), torch.zeros_like(log_ratio)
+    if objective.kl_beta > 0 and not objective.needs_reference:
+        kl = log_ratio.square() / 2
+        weight = weight + objective.kl_beta * log_ratio
+    gradient = expand(weight / trajectory.elements, residual) * transition.dlogp_dvelocity(residual, sigma, next_sigma)
+    if objective.needs_reference:
+        distance = mean - _mean_and_scale(trajectory, step, _needed(reference_velocity))[0]
+        kl = _kl_factor(objective, trajectory, step, mean) * per_sample_mean(distance.square())
+        slope = 2 * objective.kl_beta / trajectory.elements * b * objective.kl_factor(transition, sigma, next_sigma)
+        gradient = gradient + expand(slope, distance) * distance
+    return Upstream(gradient, loss + objective.kl_beta * kl, kl, log_ratio, clipped)
 
 
 def _needed(reference_velocity: Tensor | None) -> Tensor:

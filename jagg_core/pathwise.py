@@ -20,9 +20,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from jagg_core.advantages import DEGENERATE_STD, Over, group_advantages
 from jagg_core.checks import require_one_of
 from jagg_core.engine.modes import OffPolicyError
-from jagg_core.objective import DEGENERATE_STD, Over, group_advantages
 from jagg_core.plans.plan import check_knots, whole_knots
 from jagg_core.policy import VelocityPolicy
 from jagg_core.schedule import check_sigmas, network_sigma

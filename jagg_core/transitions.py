@@ -59,6 +59,14 @@ class Transition:
         """Coefficients of the step from ``sigma`` to ``next_sigma`` (equal shapes), fp64."""
         raise TypeError(f"{type(self).__name__} defines no step: use DanceSDE, FlowSDE or CPS")
 
+    def std(self, sigma: Tensor, next_sigma: Tensor) -> Tensor:
+        """The noise level that flow_grpo and verl-omni divide their KL by, of the shape of ``sigma``, fp64.
+
+        Raises:
+            ValueError: a kernel whose noise level no public trainer takes apart from its scale.
+        """
+        raise ValueError(f"{type(self).__name__} has no std beside its noise scale in any public trainer: use 'noise'")
+
     def log_prob(self, sample: Tensor, mean: Tensor, scale: Tensor) -> Tensor:
         """Gaussian log-density of ``sample`` [B, ...], mean over elements: ``[B]``."""
         std = expand(scale, sample)
@@ -103,9 +111,16 @@ class FlowSDE(Transition):
         """See `Transition.coefficients`."""
         sigma, next_sigma = sigma.double(), next_sigma.double()
         dt = next_sigma - sigma
-        variance = self.eta**2 * sigma / (1 - torch.where(sigma > 1 - SIGMA_ONE, next_sigma, sigma))
+        variance = self._variance(sigma, next_sigma)
         half = variance / (2 * sigma) * dt
         return Coefficients(1 + half, dt + half * (1 - sigma), torch.sqrt(-dt * variance))
+
+    def std(self, sigma: Tensor, next_sigma: Tensor) -> Tensor:
+        """See `Transition.std`: the noise scale without ``sqrt(-dt)``."""
+        return torch.sqrt(self._variance(sigma.double(), next_sigma.double()))
+
+    def _variance(self, sigma: Tensor, next_sigma: Tensor) -> Tensor:
+        return self.eta**2 * sigma / (1 - torch.where(sigma > 1 - SIGMA_ONE, next_sigma, sigma))
 
 
 @dataclass(frozen=True)
@@ -125,6 +140,10 @@ class CPS(Transition):
         keep = next_sigma * math.cos(self.eta * math.pi / 2)
         velocity = -sigma * (1 - next_sigma) + (1 - sigma) * keep
         return Coefficients(1 - next_sigma + keep, velocity, next_sigma * math.sin(self.eta * math.pi / 2))
+
+    def std(self, sigma: Tensor, next_sigma: Tensor) -> Tensor:
+        """See `Transition.std`: the noise scale, which has no ``sqrt(-dt)`` here."""
+        return self.coefficients(sigma, next_sigma).scale
 
     def log_prob(self, sample: Tensor, mean: Tensor, scale: Tensor) -> Tensor:
         """Negative squared residual, mean over elements: ``[B]``."""

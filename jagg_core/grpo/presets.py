@@ -53,7 +53,7 @@ PRESETS: dict[str, Mapping[str, Overrides]] = {
             },
             "model": {"guidance": 4.0},
         },
-        "sd3.5": {"model": {"guidance": 4.5}, "objective": {"kl_beta": 0.04}},
+        "sd3.5": {"model": {"guidance": 4.5}, "objective": {"kl_beta": 0.04, "kl_form": "std"}},
         "wan2.1": {
             "rollout": {"steps": 20, "samples": 4},
             "model": {"guidance": 4.5},

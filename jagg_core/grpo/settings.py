@@ -250,18 +250,20 @@ class ObjectiveSettings:
         adv_clip: of advantages.
         kl_beta: weight of the KL to the policy as it was loaded; above 0, training without a LoRA keeps a frozen copy
             of the weights for it.
+        kl_form: what that KL measures; "noise" divides by the noise scale, "std" by it without sqrt(-dt).
     """
 
     clip_range: float = 1e-4
     adv_clip: float = 5.0
     kl_beta: float = 0.0
+    kl_form: Literal["noise", "std", "mean", "velocity"] = "noise"
 
     def __post_init__(self) -> None:
         self.build()
 
     def build(self) -> ClippedSurrogate:
         """The objective."""
-        return ClippedSurrogate(self.clip_range, self.adv_clip, self.kl_beta)
+        return ClippedSurrogate(self.clip_range, self.adv_clip, self.kl_beta, self.kl_form)
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.benchmark.utils.timer import timer
 
+from jagg_core.advantages import group_advantages, groups_without_signal
 from jagg_core.backbones import schedule_of
 from jagg_core.distributed import FirstError, gathered, in_step, raise_together, rank, ranks, told_by_ranks
 from jagg_core.engine import Report, accumulate_gradients
@@ -22,7 +23,6 @@ from jagg_core.grpo.plans import make_plan
 from jagg_core.grpo.sampling import Samples, prompts_of, random_steps, samples_of, window_of
 from jagg_core.grpo.settings import TRANSITIONS, precision
 from jagg_core.imports import import_object
-from jagg_core.objective import group_advantages, groups_without_signal
 from jagg_core.policy import VelocityPolicy
 from jagg_core.records import read_json
 from jagg_core.rewards import Reward, RewardNotFinite, load_reward, options_of, score

@@ -230,6 +230,7 @@ def test_presets_are_the_published_recipes() -> None:
     assert read("--preset", "dancegrpo", "--model.backbone", "qwen-image").rollout.steps == 20
     flow = read("--preset", "flow-grpo", "--model.backbone", "sd3.5-medium")
     assert (flow.rollout.steps, flow.rollout.eta, flow.model.guidance, flow.objective.kl_beta) == (10, 0.7, 4.5, 0.04)
+    assert flow.objective.kl_form == "std", "flow_grpo divides by the std without sqrt(-dt)"
     fast = read("--preset", "flow-grpo-fast", "--model.backbone", "flux-dev")
     assert (fast.rollout.transition, fast.rollout.trained_steps, fast.objective.clip_range) == ("cps", 3, 1e-5)
     mix = read("--preset", "mixgrpo", "--model.backbone", "flux-dev")

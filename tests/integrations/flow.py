@@ -100,7 +100,8 @@ def flow_own(names: Names) -> None:
                 with torch.no_grad(), n.accelerator.unwrap_model(n.transformer).disable_adapter():
                     v_ref = flow_velocity(names, sample, z, sample["timesteps"][:, j])
                 mean_ref, _ = kernel_step(kernel, z, v_ref, schedule[j], schedule[j + 1])
-                loss = loss + given.beta * (((mean - mean_ref) ** 2).flatten(1).mean(1) / (2 * scale**2)).mean()
+                std = scale / torch.sqrt(schedule[j] - schedule[j + 1])  # its std_dev_t has no sqrt(-dt)
+                loss = loss + given.beta * (((mean - mean_ref) ** 2).flatten(1).mean(1) / (2 * std**2)).mean()
             n.accelerator.backward(loss)
             if n.accelerator.sync_gradients:
                 n.accelerator.clip_grad_norm_(n.transformer.parameters(), given.max_grad_norm)

@@ -59,6 +59,7 @@ def ppo_loss(
     clip_range: float,
     adv_clip: float = 5.0,
     kl_beta: float = 0.0,
+    kl_form: str = "noise",
     reference: Tensor | None = None,
 ) -> Tensor:
     """flow_grpo's loss of one step, per sample ``[B]``; ``velocity`` and ``reference`` are ``[B, ...]``."""
@@ -74,7 +75,15 @@ def ppo_loss(
     if kl_beta:
         assert reference is not None
         reference_mean, _ = kernel_step(kernel, z, reference, sigma, after)
-        loss = loss + kl_beta * ((mean - reference_mean) ** 2 / (2 * scale**2)).flatten(1).mean(1)
+        distance = ((mean - reference_mean) ** 2).flatten(1).mean(1)
+        if kl_form == "velocity":
+            kl = ((velocity - reference) ** 2).flatten(1).mean(1)
+        elif kl_form == "mean":
+            kl = distance
+        else:
+            root = 1 if kl_form == "noise" or isinstance(kernel, CPS) else torch.sqrt(sigma - after)
+            kl = distance / (2 * (scale.flatten() / root) ** 2)
+        loss = loss + kl_beta * kl
     return loss
 
 

@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from jagg_core.advantages import NoGroupSignal, group_advantages
 from jagg_core.engine import accumulate_gradients
 from jagg_core.images import image_grid
-from jagg_core.objective import ClippedSurrogate, NoGroupSignal, group_advantages
+from jagg_core.objective import ClippedSurrogate
 from jagg_core.plans import Plan, causal_plan, exact_plan
 from jagg_core.records import RecordError
 from jagg_core.schedule import dance_schedule, network_sigma

@@ -1,4 +1,4 @@
-"""Advantages, the clipped surrogate against plain PPO, and the closed-form upstream gradient against autograd."""
+"""The clipped surrogate against plain PPO, and the closed-form upstream gradient against autograd."""
 
 from __future__ import annotations
 
@@ -11,153 +11,18 @@ from torch import Tensor
 
 from jagg_core.objective import (
     ClippedSurrogate,
-    NoGroupSignal,
-    group_advantages,
-    groups_without_signal,
     step_log_prob,
     upstream_autograd,
     upstream_closed_form,
 )
 from jagg_core.trajectory import Trajectory
-from jagg_core.transitions import Transition
+from jagg_core.transitions import CPS, DanceSDE, FlowSDE, Transition
 from tests.jagg_core import literal
 from tests.jagg_core.fields import ADVANTAGES, MlpField, make_rollout, nudge
 from tests.jagg_core.literal import KERNEL_IDS, KERNELS
 
 each_kernel = pytest.mark.parametrize("kernel", KERNELS, ids=KERNEL_IDS)
 each_kl = pytest.mark.parametrize("kl_beta", [0.0, 0.04])
-
-
-def advantages_of(rewards: list[float], prompts: list[int] | None = None, **options: Any) -> list[float]:
-    """Advantages as a list; a single prompt by default."""
-    ids = torch.tensor(prompts or [0] * len(rewards))
-    return group_advantages(torch.tensor(rewards, dtype=torch.float64), ids, **options).tolist()
-
-
-# Advantages (cases 7.4, 7.5, 7.6)
-
-
-def test_statistics_are_per_prompt() -> None:
-    found = advantages_of([1.0, 5.0, 2.0, 3.0, 9.0, 4.0], [0, 1, 0, 0, 1, 1])
-    assert found[0:4:2] == pytest.approx([-1.0, 0.0])
-    assert found[3] == pytest.approx(1.0)
-    deviation = math.sqrt((1 + 9 + 4) / 2)
-    assert [found[i] for i in (1, 4, 5)] == pytest.approx([-1 / deviation, 3 / deviation, -2 / deviation])
-
-
-@pytest.mark.parametrize(("std", "expected"), [("sample", 0.5**0.5), ("population", 1.0)])
-def test_sample_and_population_std(std: str, expected: float) -> None:
-    assert advantages_of([0.0, 1.0], std=std) == pytest.approx([-expected, expected], abs=1e-6)
-
-
-def test_two_rewards_are_not_diluted_by_steps() -> None:
-    """Case 7.5: +-0.7071, where statistics over ten repeats would give +-0.975."""
-    once = group_advantages(torch.tensor([0.0, 1.0]), torch.zeros(2))
-    repeated = once[:, None].expand(2, 10)  # what a trainer does with the result
-    assert repeated.unique().tolist() == pytest.approx([-0.70711, 0.70711], abs=1e-4)
-
-
-def test_a_reward_that_is_not_finite_is_left_out() -> None:
-    rewards = [1.0, math.nan, 3.0]
-    assert advantages_of(rewards, nan="exclude", std="population") == pytest.approx([-1.0, 0.0, 1.0])
-    assert advantages_of([math.inf, 2.0, 4.0], nan="exclude", std="population") == pytest.approx([0.0, -1.0, 1.0])
-    assert advantages_of([math.nan, math.nan], nan="exclude") == [0.0, 0.0]
-    with pytest.raises(ValueError, match="rewards must be finite, found nan at sample 1"):
-        advantages_of(rewards)
-
-
-def test_a_single_sample_has_no_signal() -> None:
-    with pytest.warns(NoGroupSignal, match="no group signal"):
-        assert advantages_of([1.0]) == [0.0]
-    with pytest.warns(NoGroupSignal):
-        found = advantages_of([1.0, 3.0, 7.0], [0, 0, 1])
-    assert found == pytest.approx([-(0.5**0.5), 0.5**0.5, 0.0])
-
-
-def test_statistics_over_the_batch_need_no_group() -> None:
-    found = advantages_of([1.0, 2.0, 3.0], [0, 1, 2], centre="batch", scale="batch")
-    assert found == pytest.approx([-1.0, 0.0, 1.0])
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("scale", ["prompt", "batch", "none"])
-@pytest.mark.parametrize(("reward", "count"), [(0.95, 8), (0.1, 3), (1 / 3, 7), (0.0, 4), (-2e6, 5)])
-def test_equal_rewards_have_no_advantage(reward: float, count: int, scale: Any, dtype: torch.dtype) -> None:
-    """Case 7.4: a mean that is off by an ulp must not be divided by 1e-8. The second prompt has a spread of its own."""
-    rewards = torch.tensor([reward] * count + [1.0, 2.0], dtype=dtype)
-    prompts = torch.tensor([0] * count + [1, 1])
-    found = group_advantages(rewards, prompts, scale=scale)
-    assert found[:count].tolist() == [0.0] * count
-    assert found[-1] > 0
-    assert groups_without_signal(found, prompts) == 1
-
-
-def test_rewards_off_by_an_ulp_have_no_advantage() -> None:
-    rewards = torch.full((8,), 0.95)
-    rewards[3] = torch.nextafter(rewards[3], torch.tensor(1.0))
-    assert group_advantages(rewards, torch.zeros(8)).tolist() == [0.0] * 8
-
-
-def test_small_but_real_differences_count() -> None:
-    assert advantages_of([0.95, 0.9501]) == pytest.approx([-(0.5**0.5), 0.5**0.5], rel=1e-3)
-
-
-OPTIONS = [
-    ("prompt", "prompt", [-(0.5**0.5), 0.5**0.5, -(0.5**0.5), 0.5**0.5]),
-    ("prompt", "batch", [-1 / 5**0.5, 1 / 5**0.5, -2 / 5**0.5, 2 / 5**0.5]),
-    ("prompt", "none", [-1, 1, -2, 2]),
-    ("batch", "batch", [-2 / 5**0.5, 0.0, -1 / 5**0.5, 3 / 5**0.5]),
-    ("batch", "prompt", [-2 / 2**0.5, 0.0, -1 / 8**0.5, 3 / 8**0.5]),
-    ("batch", "none", [-2, 0, -1, 3]),
-    ("none", "prompt", [1 / 2**0.5, 3 / 2**0.5, 2 / 8**0.5, 6 / 8**0.5]),
-    ("none", "none", [1, 3, 2, 6]),
-]
-
-
-@pytest.mark.parametrize(("centre", "scale", "expected"), OPTIONS, ids=[f"{c}-{s}" for c, s, _ in OPTIONS])
-def test_centre_and_scale(centre: str, scale: str, expected: list[float]) -> None:
-    """Rewards 1, 3 and 2, 6: prompt means 2 and 4, batch mean 3; stds sqrt 2, sqrt 8, and sqrt(14/3) over the batch."""
-    if scale == "batch":
-        expected = [x * 5**0.5 / (14 / 3) ** 0.5 for x in expected]
-    found = advantages_of([1.0, 3.0, 2.0, 6.0], [0, 0, 1, 1], centre=centre, scale=scale)
-    assert found == pytest.approx(expected, abs=1e-6)
-
-
-def test_the_result_is_fp32_and_detached() -> None:
-    rewards = torch.tensor([0.0, 1.0], dtype=torch.float64, requires_grad=True)
-    found = group_advantages(rewards, torch.zeros(2))
-    assert found.dtype == torch.float32
-    assert not found.requires_grad
-
-
-def test_large_rewards_keep_their_spread() -> None:
-    """In fp32 statistics 1e6 + [0, 1, 2] would lose digits."""
-    assert advantages_of([1e5, 1e5 + 1, 1e5 + 2]) == pytest.approx([-1.0, 0.0, 1.0], abs=1e-6)
-
-
-@pytest.mark.parametrize(
-    ("rewards", "prompts", "options", "message"),
-    [
-        (torch.zeros(2), torch.zeros(3), {}, r"found \[2\] and \[3\]"),
-        (torch.zeros(2, 2), torch.zeros(2, 2), {}, r"must both have shape \[B\]"),
-        (torch.zeros(0), torch.zeros(0), {}, "B >= 1"),
-        (torch.zeros(2), torch.zeros(2), {"centre": "group"}, "centre must be one of .* found 'group'"),
-        (torch.zeros(2), torch.zeros(2), {"scale": "group"}, "scale must be one of"),
-        (torch.zeros(2), torch.zeros(2), {"std": "biased"}, "std must be one of"),
-        (torch.zeros(2), torch.zeros(2), {"nan": "zero"}, "nan must be one of"),
-    ],
-)
-def test_bad_rewards_and_options_are_named(
-    rewards: Tensor, prompts: Tensor, options: dict[str, Any], message: str
-) -> None:
-    with pytest.raises(ValueError, match=message):
-        group_advantages(rewards, prompts, **options)
-
-
-def test_groups_without_signal_are_counted() -> None:
-    prompts = torch.tensor([7, 7, 3, 3, 5])
-    assert groups_without_signal(torch.tensor([0.0, 0.0, -1.0, 1.0, 0.0]), prompts) == 2
-    assert groups_without_signal(torch.tensor([0.0, 0.1, -1.0, 1.0, -0.1]), prompts) == 0
 
 
 # The surrogate
@@ -203,9 +68,28 @@ def test_advantages_are_clipped() -> None:
     torch.testing.assert_close(autograd.gradient, expected.gradient, atol=1e-12, rtol=1e-9)
 
 
+def test_a_pair_clips_each_side_by_its_own_offset() -> None:
+    """Flow-Factory: offsets (low, high)."""
+    objective = ClippedSurrogate(clip_range=(-0.1, 0.3), adv_clip=(-1.0, 2.0))
+    log_ratio = torch.tensor([0.8, 0.95, 1.25, 1.35, 0.8, 0.95, 1.25, 1.35], dtype=torch.float64).log()
+    advantages = torch.tensor([1.0] * 4 + [-1.0] * 4, dtype=torch.float64)
+    assert objective.is_clipped(log_ratio, advantages).tolist() == [False] * 3 + [True, True] + [False] * 3
+    assert objective.surrogate(log_ratio, advantages).tolist() == pytest.approx(
+        [-0.8, -0.95, -1.25, -1.3, 0.9, 0.95, 1.25, 1.35]
+    )
+    assert objective.clip_advantages(torch.tensor([-3.0, 0.5, 3.0])).tolist() == [-1.0, 0.5, 2.0]
+    same = ClippedSurrogate(clip_range=(-0.1, 0.1))
+    assert torch.equal(
+        same.surrogate(log_ratio, advantages), ClippedSurrogate(clip_range=0.1).surrogate(log_ratio, advantages)
+    )
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
+        ({"clip_range": (0.1, 0.2)}, r"clip_range must be a number, or offsets \(low, high\) .* found \(0.1, 0.2\)"),
+        ({"adv_clip": (-1.0,)}, "adv_clip must be a number, or offsets"),
+        ({"kl_form": "step"}, "kl_form must be one of .* found 'step'"),
         ({"clip_range": 0.0}, "clip_range must be positive, found 0.0"),
         ({"clip_range": math.nan}, "clip_range must be positive, found nan"),
         ({"adv_clip": -1.0}, "adv_clip must be positive, found -1.0"),
@@ -214,7 +98,7 @@ def test_advantages_are_clipped() -> None:
         ({"kl_beta": math.inf}, "kl_beta must be at least 0, found inf"),
     ],
 )
-def test_settings_out_of_range_are_named(settings: dict[str, float], message: str) -> None:
+def test_settings_out_of_range_are_named(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         ClippedSurrogate(**settings)
 
@@ -321,6 +205,85 @@ def test_kl_needs_a_reference() -> None:
         upstream_closed_form(objective, trajectory, 0, ADVANTAGES)
     with pytest.raises(ValueError, match="a reference policy is needed"):
         upstream_autograd(objective, trajectory, 0, trajectory.latents[0], ADVANTAGES)
+
+
+KL_FORMS = ["noise", "std", "mean", "velocity"]
+
+
+@each_kernel
+@pytest.mark.parametrize("form", KL_FORMS)
+@pytest.mark.parametrize("per_row", [False, True])
+def test_every_kl_is_the_hosts_formula(kernel: Transition, form: Any, per_row: bool) -> None:
+    """In closed form, by autograd, and by the literal loss of the trainers; on and off policy."""
+    if form == "std" and isinstance(kernel, DanceSDE):
+        pytest.skip("no public trainer has it")
+    policy, other = MlpField(), MlpField(seed=1)
+    trajectory = make_rollout(policy, transition=kernel)
+    if per_row:
+        trajectory = trajectory.select(torch.tensor([[0, 1], [1, 3], [3, 4], [0, 5]]))
+    objective = ClippedSurrogate(clip_range=1e-3, kl_beta=0.04, kl_form=form)
+    for moved in (0.0, 0.05):
+        nudge(policy, moved)
+        for step in (0, 1):
+            velocity, reference = (velocity_at(p, trajectory, step) for p in (policy, other))
+            expected = literal.upstream(
+                trajectory, step, velocity, ADVANTAGES, clip_range=1e-3, kl_beta=0.04, kl_form=form, reference=reference
+            )
+            auto = upstream_autograd(objective, trajectory, step, velocity, ADVANTAGES, reference)
+            given = velocity if moved else None
+            closed = upstream_closed_form(objective, trajectory, step, ADVANTAGES, reference, given)
+            for found in (auto, closed):
+                torch.testing.assert_close(found.gradient, expected, atol=1e-11, rtol=1e-9)
+                torch.testing.assert_close(found.kl, auto.kl, atol=1e-11, rtol=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "form", "expected"),
+    [
+        # sigma 0.8 to 0.5: dt = -0.3, and the means differ by b times 1 where the velocities differ by 1
+        (FlowSDE(0.7), "noise", 0.5 * 0.3 * (1 + 0.49 / 2) ** 2 * (0.2 / 0.8) / 0.49),
+        (FlowSDE(0.7), "std", 0.5 * 0.3**2 * (1 + 0.49 / 2) ** 2 * (0.2 / 0.8) / 0.49),
+        (FlowSDE(0.7), "mean", 0.3**2 * (1 + 0.49 / 2) ** 2),
+        (FlowSDE(0.7), "velocity", 1.0),
+        (DanceSDE(0.7), "noise", 0.5 * 0.3 * (1 + 0.49 / 2 * 0.2 / 0.8) ** 2 / 0.49),
+        (CPS(0.5), "std", 0.5 * (0.2 * math.sqrt(0.125) - 0.4) ** 2 / 0.125),
+        (CPS(0.5), "noise", 0.5 * (0.2 * math.sqrt(0.125) - 0.4) ** 2 / 0.125),
+    ],
+)
+def test_the_kl_of_velocities_one_apart(kernel: Transition, form: Any, expected: float) -> None:
+    """By hand."""
+    sigma, after = (torch.tensor(x, dtype=torch.float64) for x in (0.8, 0.5))
+    b = kernel.coefficients(sigma, after).velocity
+    factor = ClippedSurrogate(kl_beta=1.0, kl_form=form).kl_factor(kernel, sigma, after)
+    assert (factor * b**2).item() == pytest.approx(expected, rel=1e-12)
+
+
+def test_a_kl_that_no_trainer_has_is_refused() -> None:
+    trajectory = make_rollout(MlpField(), transition=DanceSDE(0.7))
+    with pytest.raises(ValueError, match=r"kl_form 'std' does not fit the trajectory: DanceSDE .* use 'noise'"):
+        ClippedSurrogate(kl_beta=0.04, kl_form="std").require_fitting(trajectory, True)
+    ClippedSurrogate(kl_form="std").require_fitting(trajectory, False)
+
+
+@each_kernel
+def test_the_kl_of_log_ratios_needs_no_reference(kernel: Transition) -> None:
+    """MixGRPO: ``kl_coeff (log r)^2 / 2``, whose gradient vanishes on policy."""
+    policy = MlpField()
+    trajectory = make_rollout(policy, transition=kernel)
+    objective = ClippedSurrogate(clip_range=1e-3, kl_beta=5.0, kl_form="log_ratio")
+    plain = ClippedSurrogate(clip_range=1e-3)
+    on_policy = [upstream_closed_form(o, trajectory, 1, ADVANTAGES).gradient for o in (objective, plain)]
+    torch.testing.assert_close(*on_policy)
+    nudge(policy, 0.05)
+    velocity = velocity_at(policy, trajectory, 1).requires_grad_(True)
+    log_ratio = step_log_prob(trajectory, 1, velocity) - trajectory.log_probs[1]
+    (plain.surrogate(log_ratio, ADVANTAGES) + 5.0 * log_ratio**2 / 2).sum().backward()
+    auto = upstream_autograd(objective, trajectory, 1, velocity, ADVANTAGES)
+    closed = upstream_closed_form(objective, trajectory, 1, ADVANTAGES, velocity=velocity.detach())
+    for found in (auto, closed):
+        torch.testing.assert_close(found.gradient, velocity.grad, atol=1e-12, rtol=1e-9)
+    without = upstream_autograd(plain, trajectory, 1, velocity, ADVANTAGES)
+    assert not torch.allclose(auto.gradient, without.gradient)
 
 
 def test_upstream_gradients_carry_no_graph() -> None:

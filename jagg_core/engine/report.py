@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from jagg_core.objective import Upstream
+from jagg_core.objective import ClippedSurrogate, Upstream
 
 
 class RatioNoise(UserWarning):
@@ -20,9 +20,13 @@ class Report:
 
     Attributes:
         loss: the scaled loss, summed over samples and steps (those of weight zero excluded).
+        mean_loss: mean over samples and steps of the loss as it is, before ``scale``, and its two terms:
+            ``policy_loss``, and ``kl`` before it is multiplied by ``kl_beta``.
+        ratio_mean: mean of the ratio. approx_kl: mean of half the squared log ratio.
         log_ratio_mean, log_ratio_max: of log ratios to the rollout: mean, and largest magnitude.
         log_ratio_p99: 99th percentile of their magnitude.
         clipped_share: pairs without surrogate gradient. outside_clip_share: pairs whose ratio left the clip range.
+        outside_clip_above, outside_clip_below: those of them above and below it.
         first_step_outside_clip: the same for the first trained step alone; on policy it should be 0.
         partly_clipped: (sample, group) pairs with some steps clipped and some not.
         passes: differentiated passes over steps, each one forward and one backward of the batch.
@@ -36,11 +40,18 @@ class Report:
     """
 
     loss: float
+    mean_loss: float
+    policy_loss: float
+    kl: float
+    ratio_mean: float
+    approx_kl: float
     log_ratio_mean: float
     log_ratio_max: float
     log_ratio_p99: float
     clipped_share: float
     outside_clip_share: float
+    outside_clip_above: float
+    outside_clip_below: float
     first_step_outside_clip: float
     partly_clipped: int
     passes: int
@@ -56,19 +67,28 @@ class Report:
 
 
 def figures_of(
-    known: dict[int, Upstream], log_ratios: dict[int, Tensor], scale: float, clip_range: float
+    known: dict[int, Upstream], log_ratios: dict[int, Tensor], scale: float, objective: ClippedSurrogate
 ) -> dict[str, float]:
     """The report's loss, log ratios and shares, from upstream gradients and log ratios ``[B]`` by step."""
     log_ratio = torch.stack(list(log_ratios.values()))
-    magnitude = log_ratio.abs().flatten()
-    outside = ((log_ratio.exp() - 1).abs() > clip_range).double()
+    magnitude, offset, (low, high) = log_ratio.abs().flatten(), log_ratio.exp() - 1, objective.ratio_bounds
+    above, below = (offset > high).double(), (offset < low).double()
+    outside = above + below
+    loss, kl = torch.stack([u.loss for u in known.values()]), torch.stack([u.kl for u in known.values()])
     figures = {
-        "loss": scale * torch.stack([u.loss for u in known.values()]).sum(),
+        "loss": scale * loss.sum(),
+        "mean_loss": loss.mean(),
+        "policy_loss": (loss - objective.kl_beta * kl).mean(),
+        "kl": kl.mean(),
+        "ratio_mean": 1 + offset.mean(),
+        "approx_kl": log_ratio.square().mean() / 2,
         "log_ratio_mean": log_ratio.mean(),
         "log_ratio_max": magnitude.max(),
         "log_ratio_p99": torch.quantile(magnitude, 0.99),
         "clipped_share": torch.stack([u.clipped for u in known.values()]).double().mean(),
         "outside_clip_share": outside.mean(),
+        "outside_clip_above": above.mean(),
+        "outside_clip_below": below.mean(),
         "first_step_outside_clip": outside[list(log_ratios).index(min(log_ratios))].mean(),
     }
     # one transfer from the device for all of them

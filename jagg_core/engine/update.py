@@ -47,7 +47,8 @@ def accumulate_gradients(
     Args:
         policy: differentiated at the plan's knots.
         trajectory: T steps of B samples. Graphs that it kept are used in the place of forwards, once, on policy.
-        advantages: ``[B]``.
+        advantages: ``[B]``, or ``[B, T]`` where they differ over steps (tree rollouts, credit by steps), in the order
+            of the trajectory's steps, from high noise to low.
         plan: for T steps, ``[K, T]`` or ``[B, K, T]``.
         objective: the loss.
         upstream: ``"autograd"`` runs the network at every step (the paper). ``"closed_form"`` only at the knots; legal
@@ -61,7 +62,7 @@ def accumulate_gradients(
         backward: ``"joint"``: one forward per knot, one backward call per independent part of the plan (the paper).
             ``"batched"``: several knots in one pass. ``"sequential"``: one knot at a time, the least memory.
             ``"auto"``: batched while a pass stays small (`jagg_core.engine.modes.AUTO_ELEMENTS`), else sequential.
-        reference: policy of the KL term; needed if ``objective.kl_beta`` is positive.
+        reference: policy of the KL term; needed if ``objective.needs_reference``.
         scale: factor of the loss. Half-precision networks need it large enough for gradients to be representable.
         partly_clipped: what happens to a sample with some steps of a group clipped, some not, under ``"autograd"``:
             ``"exact"`` gives it a pass per step, ``"keep"`` leaves the plan as it is.
@@ -99,11 +100,12 @@ def accumulate_gradients(
         update.run(bundle)
     if passes.broken:
         raise FloatingPointError(passes.broken)
-    report = update.report(scale, objective.clip_range)
-    if modes.on_policy and report.log_ratio_p99 > objective.clip_range:
+    report = update.report(scale, objective)
+    tightest = min(abs(offset) for offset in objective.ratio_bounds)
+    if modes.on_policy and report.log_ratio_p99 > tightest:
         warnings.warn(
             f"on policy, yet 1 % of |log ratio| exceed {report.log_ratio_p99:.2g}, above clip_range "
-            f"{objective.clip_range:g}: half precision with another batch shape than the rollout's, or dropout",
+            f"{tightest:g}: half precision with another batch shape than the rollout's, or dropout",
             RatioNoise,
             stacklevel=2,
         )
@@ -135,11 +137,13 @@ def _require_fitting(
     scale: float,
 ) -> None:
     batch = trajectory.batch
-    if advantages.shape != (batch,):
-        raise ValueError(f"advantages must have shape [{batch}], found {list(advantages.shape)}")
+    if advantages.shape not in ((batch,), (batch, trajectory.steps)):
+        allowed = f"[{batch}] or [{batch}, {trajectory.steps}]"
+        raise ValueError(f"advantages must have shape {allowed}, found {list(advantages.shape)}")
     if not torch.isfinite(advantages).all():
-        index = int((~torch.isfinite(advantages)).nonzero()[0])
-        raise ValueError(f"advantages must be finite, found {advantages[index].item()} at sample {index}")
+        index = (~torch.isfinite(advantages)).nonzero()[0].tolist()
+        where = f"sample {index[0]}" + (f", step {index[1]}" if advantages.ndim == 2 else "")
+        raise ValueError(f"advantages must be finite, found {advantages[tuple(index)].item()} at {where}")
     if plan.steps != trajectory.steps:
         raise ReplayMismatch(f"plan: made for {plan.steps} trained steps, the trajectory has {trajectory.steps}")
     if plan.weights.ndim == 3 and len(plan.weights) != batch:
@@ -151,8 +155,7 @@ def _require_fitting(
         raise ValueError(f"plan: knot_sigmas are for {len(sites)} samples, the trajectory has {batch}")
     if not math.isfinite(scale):
         raise ValueError(f"scale must be finite, found {scale}")
-    if objective.kl_beta > 0 and reference is None:
-        raise ValueError(f"kl_beta is {objective.kl_beta}: a reference policy is needed")
+    objective.require_fitting(trajectory, reference is not None)
 
 
 @dataclass(frozen=True, eq=False)
@@ -207,13 +210,13 @@ class _Update:
                 if parts[n][0][-1] in bundle:
                     self.weights.run_exact(n, self.upstream.known, self.passes)
 
-    def report(self, scale: float, clip_range: float) -> Report:
+    def report(self, scale: float, objective: ClippedSurrogate) -> Report:
         """What was done."""
         known, passes = self.upstream.known, self.passes
         # predicted knots in closed form evaluate no ratio: it is 1 by the weights
         log_ratios = self.upstream.log_ratios or {step: found.log_ratio for step, found in known.items()}
         return Report(
-            **figures_of(known, log_ratios, scale, clip_range),
+            **figures_of(known, log_ratios, scale, objective),
             partly_clipped=self.weights.mixed,
             passes=passes.passes,
             forwards=passes.forwards,

@@ -33,7 +33,7 @@ class UpstreamGradients(ABC):
     """Those found so far. `Autograd`, `ClosedForm` and `Interpolated` say how.
 
     Attributes:
-        advantages: ``[B]``, on the trajectory's device and in its dtype.
+        advantages: ``[B]`` or ``[B, T]``, on the trajectory's device and in its dtype.
         reference: policy of the KL term.
         known: what is known of each step.
         log_ratios: ``[B]``, by step, where a velocity of today was there to compare.
@@ -74,7 +74,7 @@ class UpstreamGradients(ABC):
         with self.passes.timed("upstream"):
             for step, velocity in zip(steps, velocities, strict=True):
                 self.known[step] = upstream_autograd(
-                    self.objective, self.trajectory, step, velocity, self.advantages, self._reference_velocity(step)
+                    self.objective, self.trajectory, step, velocity, self._advantages(step), self._reference(step)
                 )
                 self.log_ratios[step] = self.known[step].log_ratio
 
@@ -83,7 +83,7 @@ class UpstreamGradients(ABC):
         with self.passes.timed("upstream"):
             for step in steps:
                 self.known[step] = upstream_closed_form(
-                    self.objective, self.trajectory, step, self.advantages, self._reference_velocity(step)
+                    self.objective, self.trajectory, step, self._advantages(step), self._reference(step)
                 )
 
     def require_finite(self, steps: list[int]) -> None:
@@ -95,8 +95,13 @@ class UpstreamGradients(ABC):
                 "a velocity, the policy's or the reference's, is NaN or infinite"
             )
 
-    def _reference_velocity(self, step: int) -> Tensor | None:
-        if self.objective.kl_beta == 0 or self.reference is None:
+    def _advantages(self, step: int) -> Tensor:
+        """Of one step, ``[B]``."""
+        return self.advantages if self.advantages.ndim == 1 else self.advantages[:, step]
+
+    def _reference(self, step: int) -> Tensor | None:
+        """The reference policy's velocity ``[B, *D]`` at a step; None without a KL to it."""
+        if not self.objective.needs_reference or self.reference is None:
             return None
         t = self.trajectory
         self.reference_forwards += 1
@@ -221,7 +226,7 @@ class Given(UpstreamGradients):
         if gradient.shape != latents.shape:
             raise ValueError(f"upstream must give {list(latents.shape)} at step {step}, got {list(gradient.shape)}")
         nothing = torch.zeros_like(self.advantages)
-        self.known[step] = Upstream(gradient.detach().to(latents), nothing, nothing, nothing.bool())
+        self.known[step] = Upstream(gradient.detach().to(latents), nothing, nothing, nothing, nothing.bool())
 
 
 WAYS: dict[str, type[UpstreamGradients]] = {

@@ -121,11 +121,12 @@ def loop_gradient(
             return dict(settings)
         return {**settings, "reference": velocities(reference, step).detach()}
 
+    by_step = advantages if advantages.ndim == 2 else advantages[:, None].expand(-1, trajectory.steps)
     if weights is None:
         for step in range(trajectory.steps):
-            ppo_loss(trajectory, step, velocities(policy, step), advantages, **at(step)).sum().backward()  # type: ignore[arg-type]
+            ppo_loss(trajectory, step, velocities(policy, step), by_step[:, step], **at(step)).sum().backward()  # type: ignore[arg-type]
         return
-    ups = [upstream(trajectory, j, velocities(policy, j), advantages, **at(j)) for j in range(trajectory.steps)]
+    ups = [upstream(trajectory, j, velocities(policy, j), by_step[:, j], **at(j)) for j in range(trajectory.steps)]
     for i in range(trajectory.steps):
         total = sum(as_column(weights[..., i, j], ups[j]) * ups[j] for j in range(trajectory.steps))
         velocities(policy, i).backward(total)

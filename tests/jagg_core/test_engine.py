@@ -52,10 +52,16 @@ each_upstream = pytest.mark.parametrize("upstream", UPSTREAM)
 each_backward = pytest.mark.parametrize("backward", BACKWARD)
 
 
-def slow(policy: nn.Module, trajectory: Trajectory, weights: Tensor | None = None, **settings: Any) -> Tensor:
+def slow(
+    policy: nn.Module,
+    trajectory: Trajectory,
+    weights: Tensor | None = None,
+    advantages: Tensor = ADVANTAGES,
+    **settings: Any,
+) -> Tensor:
     """The gradient by the plain loop, from zero."""
     policy.zero_grad()
-    loop_gradient(policy, trajectory, ADVANTAGES, weights, clip_range=1e-3, **settings)  # type: ignore[arg-type]
+    loop_gradient(policy, trajectory, advantages, weights, clip_range=1e-3, **settings)  # type: ignore[arg-type]
     return flat_gradient(policy)
 
 
@@ -99,6 +105,28 @@ def test_every_plan_is_its_formula(name: str, kl_beta: float) -> None:
         assert relative_error(found, expected) < 1e-11, (upstream, backward)
         assert report.passes == plan.passes
         assert report.anticipating is plan.anticipating
+
+
+@pytest.mark.parametrize("moved", [False, True], ids=["on policy", "off policy"])
+@pytest.mark.parametrize("name", PLANS)
+def test_advantages_may_differ_over_steps(name: str, moved: bool) -> None:
+    """Tree rollouts and credit by steps: ``[B, T]``."""
+    policy = MlpField()
+    trajectory = make_rollout(policy)
+    nudge(policy, 0.05 if moved else 0.0)
+    advantages = noise_like(4, 6, seed=5)
+    plan = PLANS[name](trajectory.sigmas)
+    expected = slow(policy, trajectory, full_weights(plan), advantages)
+    for upstream, backward in itertools.product(["autograd"] if moved else UPSTREAM, BACKWARD):
+        found, report = gradient(
+            policy, trajectory, advantages, plan, OBJECTIVE, upstream, backward, partly_clipped="keep"
+        )
+        assert relative_error(found, expected) < 1e-11, (upstream, backward)
+    if not moved:
+        used = advantages[:, plan.used.any(0)]
+        assert report.policy_loss == pytest.approx(-used.mean().item(), rel=1e-9)
+    one = gradient(policy, trajectory, advantages[:, 0], plan, OBJECTIVE, "autograd", partly_clipped="keep")[0]
+    assert relative_error(one, expected) > 1e-2, "they matter"
 
 
 @each_upstream
@@ -189,6 +217,10 @@ def test_the_loss_is_the_loops() -> None:
         kl += ((b * (v - w)) ** 2 / (2 * scale**2)).flatten(1).mean(1).sum().item()
     expected = 0.25 * (-6 * ADVANTAGES.sum().item() + 0.04 * kl)
     assert losses == pytest.approx([expected] * 2, rel=1e-9)
+    report = gradient(policy, trajectory, ADVANTAGES, plan, objective, reference=reference, scale=0.25)[1]
+    assert report.policy_loss == pytest.approx(-ADVANTAGES.mean().item(), rel=1e-9)
+    assert report.kl == pytest.approx(kl / 24, rel=1e-9)
+    assert report.mean_loss == pytest.approx(report.policy_loss + 0.04 * report.kl, rel=1e-9)
 
 
 @each_upstream
@@ -689,6 +721,16 @@ def test_the_report_on_known_log_ratios() -> None:
     assert report.log_ratio_max == pytest.approx(0.3, rel=1e-9)
     assert report.log_ratio_p99 == pytest.approx(torch.quantile(log_ratios.abs(), 0.99).item(), rel=1e-9)
     assert report.clipped_share == pytest.approx((log_ratios * ADVANTAGES > 1e-3).double().mean().item())
+    assert report.ratio_mean == pytest.approx(log_ratios.exp().mean().item(), rel=1e-9)
+    assert report.approx_kl == pytest.approx(log_ratios.square().mean().item() / 2, rel=1e-9)
+    pair = ClippedSurrogate(clip_range=(-0.05, 0.2))
+    with pytest.warns(RatioNoise, match="above clip_range 0.05"):
+        report = gradient(policy, trajectory, ADVANTAGES, exact_plan(trajectory.sigmas), pair, "autograd")[1]
+    above, below = log_ratios.exp() - 1 > 0.2, log_ratios.exp() - 1 < -0.05
+    assert (report.outside_clip_above, report.outside_clip_below) == pytest.approx(
+        (above.double().mean().item(), below.double().mean().item())
+    )
+    assert report.outside_clip_share == pytest.approx((above | below).double().mean().item())
 
 
 # What a gradient reaches
@@ -840,8 +882,13 @@ def test_a_plan_for_another_schedule_is_refused_before_any_forward(plan: Plan, m
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"advantages": torch.ones(3)}, r"advantages must have shape \[4\], found \[3\]"),
-        ({"advantages": torch.ones(4, 1)}, r"advantages must have shape \[4\], found \[4, 1\]"),
+        ({"advantages": torch.ones(3)}, r"advantages must have shape \[4\] or \[4, 6\], found \[3\]"),
+        ({"advantages": torch.ones(4, 1)}, r"advantages must have shape \[4\] or \[4, 6\], found \[4, 1\]"),
+        ({"advantages": torch.full((4, 6), math.inf)}, "advantages must be finite, found inf at sample 0, step 0"),
+        (
+            {"objective": ClippedSurrogate(kl_beta=1.0, kl_form="std"), "reference": MlpField()},
+            "kl_form 'std' does not",
+        ),
         ({"advantages": torch.tensor([0, 1, math.nan, 0])}, "advantages must be finite, found nan at sample 2"),
         ({"plan": Plan((0,), torch.ones(3, 1, 6))}, "plan: weights are for 3 samples, the trajectory has 4"),
         ({"objective": ClippedSurrogate(kl_beta=0.04)}, "kl_beta is 0.04: a reference policy is needed"),

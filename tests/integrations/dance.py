@@ -49,9 +49,8 @@ def dance_names(dtype: torch.dtype, steps_per_rollout: int) -> Names:
 
 def mix_names(dtype: torch.dtype, steps_per_rollout: int, flow_grpo_sampling: bool = True) -> Names:
     names = dance_names(dtype, steps_per_rollout)
-    settings = {"eta": 0.7, "kl_coeff": 0.0, "training_strategy": "part", "flow_grpo_sampling": flow_grpo_sampling}
-    settings["dpm_apply_strategy"] = "post"
-    vars(names["args"]).update(settings)
+    given = {"eta": 0.7, "kl_coeff": 0.0, "training_strategy": "part", "dpm_apply_strategy": "post"}
+    names["args"].__dict__.update(given, flow_grpo_sampling=flow_grpo_sampling)
     return names | {"kernel": "mix"}
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from bench.noise import exact_against_itself, floor_of, ratio_of_medians, times_of
+from bench.noise import noise_floor, ratio_of_medians, times_of
 from jagg_core.records import Cell, Record, RecordError
 
 Verdict = Literal["faster", "slower", "same", "ambiguous", "missing", "failed"]
@@ -39,7 +39,7 @@ class Comparison:
 
 
 def compare(first: Record, second: Record, across_machines: bool = False) -> tuple[float, list[Comparison]]:
-    """The noise floor, and every arm of either run. A floor of 0.03 is three percent.
+    """Compares every arm of either run. Returns the noise floor, of which 0.03 is three percent, and the arms.
 
     The floor is what timing exact twice in one run shows: the further end of the interval of that ratio, in the worse
     of the two runs.
@@ -48,7 +48,7 @@ def compare(first: Record, second: Record, across_machines: bool = False) -> tup
         RecordError: another kind of record, other settings, no noise floor, or another machine (unless allowed).
     """
     _require_alike(first, second, across_machines)
-    floor = max(_noise_floor(record) for record in (first, second))
+    floor = max(noise_floor(record) for record in (first, second))
     cells = [{cell.name: cell for cell in record.cells} for record in (first, second)]
     names = [cell.name for cell in first.cells] + [c.name for c in second.cells if c.name not in cells[0]]
     return floor, [_compare_arm(name, cells[0].get(name), cells[1].get(name), floor) for name in names]
@@ -71,17 +71,14 @@ def _require_alike(first: Record, second: Record, across_machines: bool) -> None
             )
 
 
-def _noise_floor(record: Record) -> float:
-    _, low, high = exact_against_itself(record)
-    return floor_of(low, high)
-
-
 def _compare_arm(name: str, first: Cell | None, second: Cell | None, floor: float) -> Comparison:
     if first is None or second is None:
         return Comparison(name, "missing")
     if first.status != "ok" or second.status != "ok":
         return Comparison(name, "failed")
-    ratio, low, high = ratio_of_medians(times_of(second), times_of(first))
+    found = ratio_of_medians(times_of(second), times_of(first), paired=False)
+    ratio, low, high = found.value, found.low, found.high
+    assert ratio is not None and low is not None and high is not None
     upper, lower = 1 + floor, 1 / (1 + floor)
     verdict: Verdict = "ambiguous"
     if low > upper:

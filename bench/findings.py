@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from statistics import median
-
+from bench.noise import median_of
 from jagg_core.records import Cell, Record
 
 
@@ -24,7 +23,7 @@ def count_lines(record: Record) -> list[str]:
         line = f"{cell.name:<24}{gathers:>12g}{scatters:>17g}{reduces:>13g}{moved:>12.1f}"
         ranks = [taken for name, taken in cell.samples.items() if name.endswith("_total_s")]
         rounds = [max(t for t in turn if t is not None) for turn in zip(*ranks, strict=True)]
-        lines.append(line + (f"{median(rounds):>10.3f}" if rounds else f"{'-':>10}"))
+        lines.append(line + (f"{median_of(rounds):>10.3f}" if rounds else f"{'-':>10}"))
     return lines + list(record.cell("sharding").values["findings"])
 
 

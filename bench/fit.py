@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from statistics import median
 from typing import Any
 
 from bench.cost import SCHEMES
+from bench.noise import median_of, noise_findings
 from jagg_core.records import Record, RecordError
 
 MEASURED = {
@@ -33,17 +33,13 @@ def fit(record: Record) -> dict[str, Any]:
         raise RecordError(f"a record of python -m bench group with an exact arm is needed, found kind {record.kind!r}")
     window = int(record.settings["window"])
     samples = cells["exact"].samples
-    forward, backward = (_median(samples[f"{phase}_s"]) / window for phase in ("forward", "backward"))
+    forward, backward = (median_of(samples[f"{phase}_s"]) / window for phase in ("forward", "backward"))
     errors = {}
     for arm, scheme in MEASURED.items():
         if arm in cells:
             tally = SCHEMES[scheme].group(window)
             predicted = tally.forwards * forward + tally.backwards * backward
-            measured = _median(cells[arm].samples["total_s"])
+            measured = median_of(cells[arm].samples["total_s"])
             errors[arm] = {"predicted_s": predicted, "measured_s": measured, "error": predicted / measured - 1}
     found = {"backbone": record.backbone, "window": window, "batch": record.settings.get("batch")}
-    return found | {"forward_s": forward, "backward_s": backward, "arms": errors}
-
-
-def _median(samples: list[float | None]) -> float:
-    return median(sample for sample in samples if sample is not None)
+    return found | {"forward_s": forward, "backward_s": backward, "arms": errors, "findings": noise_findings(record)}

@@ -3,37 +3,38 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from statistics import median
 
-from bench.noise import noise_findings
-from bench.update import PARTS, speed_ups
+from bench.findings import count_lines
+from bench.noise import Ratio, median_of, noise_findings
+from bench.speed_ups import PARTS, group_speed_ups, update_speed_ups
 from jagg_core.records import Cell, Record
 
 
 def speed_lines(record: Record) -> list[str]:
     """Median time and speed-up over exact of every arm of a group that was timed. Empty if exact failed."""
-    times = {cell.name: _median(cell, "total_s") for cell in record.cells if cell.status == "ok"}
-    if "exact" not in times:
+    rows = group_speed_ups(record)
+    if not rows:
         return []
-    lines = [f"{name:<24}{time * 1000:>10.1f} ms{times['exact'] / time:>8.2f}x" for name, time in times.items()]
+    lines = [f"{row['arm']:<24}{row['total_s'] * 1000:>10.1f} ms{_interval(row['speed_up']):>24}" for row in rows]
     return [*lines, *_compile_lines(record), *noise_findings(record)]
 
 
 def step_lines(record: Record) -> list[str]:
     """Median seconds of every way's update, its speed-ups over exact, and seconds of the step's other parts."""
-    lines = [f"{'way':<30}{'passes':>7}{'seconds':>9}{'backward':>10}{'update':>9}{'whole step':>12}"]
-    for one in speed_ups(record):
-        step = "-" if one["step"] is None else f"{one['step']:.2f}x"
-        ratios = f"{one['backward']:>9.2f}x{one['update']:>8.2f}x{step:>12}"
-        lines.append(f"{one['way']:<30}{one['passes']:>7}{one['seconds']:>9.2f}{ratios}")
-    others = [f"{c.name} {_median(c, 'total_s'):.4f} s" for c in record.cells if c.name in PARTS and c.samples]
+    lines = [f"{'way':<30}{'passes':>7}{'seconds':>9}{'backward':>10}{'update':>22}{'whole step':>22}"]
+    for one in update_speed_ups(record):
+        ratios = f"{one['backward']:>9.2f}x{_interval(one['update']):>22}{_interval(one['step']):>22}"
+        lines.append(f"{one['way']:<30}{one['passes']:>7}{one['update_s']:>9.2f}{ratios}")
+    others = [
+        f"{c.name} {median_of(c.samples['total_s']):.4f} s" for c in record.cells if c.name in PARTS and c.samples
+    ]
     said = [*lines, f"beside the update: {', '.join(others)}", *_compile_lines(record)]
     return said + noise_findings(record)
 
 
 def memory_lines(record: Record) -> list[str]:
     """Peak of every arm that was measured."""
-    peaks = {cell.name: _median(cell, "peak_bytes") for cell in record.cells if cell.status == "ok"}
+    peaks = {cell.name: median_of(cell.samples["peak_bytes"]) for cell in record.cells if cell.status == "ok"}
     return [f"{name:<24}{peak / 2**20:>10.1f} MiB beyond model and gradients" for name, peak in peaks.items()]
 
 
@@ -51,9 +52,9 @@ def _compile_lines(record: Record) -> list[str]:
     return [f"torch.compile took {seconds:.1f} s before the rounds, which are without it"] if seconds > 0 else []
 
 
-def _median(cell: Cell, samples: str) -> float:
-    return median(sample for sample in cell.samples[samples] if sample is not None)
+def _interval(ratio: Ratio) -> str:
+    return "-" if ratio.value is None else f"{ratio.value:.2f}x [{ratio.low:.2f}, {ratio.high:.2f}]"
 
 
-LINES = {"group": speed_lines, "update": step_lines, "memory": memory_lines}
+LINES = {"group": speed_lines, "update": step_lines, "memory": memory_lines, "collectives": count_lines}
 """What is said of a cell of a preset, by its kind."""

@@ -19,7 +19,7 @@ from bench.group import GroupBench, run_group_bench
 from bench.lines import failure_lines
 from bench.memory import run_memory_bench
 from bench.progress import Part, Say
-from bench.update import UpdateBench, run_update_bench, speed_ups
+from bench.update import UpdateBench, run_update_bench
 from bench.work import is_published
 from jagg_core.backbones import list_backbones
 from jagg_core.backbones.registry import TRAINED
@@ -129,10 +129,10 @@ QWEN = ("qwen-image", ("text_tokens=256", "lora_rank=32"))
 
 PRESETS: dict[str, Callable[[], list[Planned]]] = {
     "smoke": lambda: [
-        Planned("group", GroupBench(window=2, batch=2, rounds=2, steps=4)),
-        Planned("update", UpdateBench(backbone="digits-flux", window=2, batch=2, rounds=2, steps=4)),
-        Planned("memory", GroupBench(window=2, batch=2, rounds=2, steps=4)),
-        Planned("collectives", CollectiveBench(window=2)),
+        Planned("group", GroupBench(window=4, batch=2, rounds=5, steps=6)),
+        Planned("update", UpdateBench(backbone="digits-flux", window=4, batch=2, rounds=5, steps=6)),
+        Planned("memory", GroupBench(window=4, batch=2, rounds=2, steps=6)),
+        Planned("collectives", CollectiveBench(window=4)),
     ],
     "digits": lambda: [
         *(c for c in _cells("digits-flux", 16, (5,), 5) if c.kind == "group" or not c.settings.checkpointing),
@@ -204,14 +204,8 @@ def _measure(planned: Planned, out: Path, timeout: float, progress: Say) -> Cell
         return Cell(planned.name, "failed", f"{type(error).__name__}: {str(error).strip()[-2000:]}", settings)
     if failed:
         return Cell(planned.name, "failed", "; ".join(failed), settings)
-    return Cell(planned.name, settings=settings, values=_derived(planned.kind, record))
-
-
-def _derived(kind: Kind, record: Record) -> dict[str, Any]:
-    """What a page shows of a cell: the cost model beside a group's times, the speed-ups of training steps."""
-    if kind == "group":
-        return {"fit": fit(record)}
-    return {"speed_ups": speed_ups(record)} if kind == "update" else {}
+    # the cost model, which the page shows with a group's times
+    return Cell(planned.name, settings=settings, values={"fit": fit(record)} if planned.kind == "group" else {})
 
 
 def _in_a_child(settings: GroupBench, path: Path, timeout: float, progress: Say) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from statistics import median
 from typing import Any
 
 import torch
@@ -15,6 +14,7 @@ from bench.compiling import compile_blocks, compile_seconds, compiled_graphs, re
 from bench.group import GroupBench, clear, gradient, load, plain_gradient, prompts_of, verify, workload
 from bench.noise import note_noise
 from bench.rounds import time_in_rounds
+from bench.speed_ups import PARTS
 from jagg_core import (
     ClippedSurrogate,
     DanceSDE,
@@ -33,9 +33,8 @@ from jagg_core.records import Cell, Record, recorded
 from jagg_core.rewards import Reward, load_reward, score
 from jagg_core.trajectory import rollout
 
-PARTS = ("rollout", "reward", "optimizer")
-"""Cells of what every way's training step has besides the update: the rollout without gradients; decoding, and scoring
-the images; clipping the gradient's norm, a step of AdamW, and clearing the gradients."""
+PASSES = (8, 5)
+"""Of the calibrated plans that are timed where none are asked for."""
 
 REWARDS = {"digits": "ink", "photos": "redness"}
 """Reward by the data set that the samples look like, where none is asked for. Without a data set: decoding alone."""
@@ -48,11 +47,11 @@ class UpdateBench(GroupBench):
     Attributes:
         jagg_frac: share of the groups, from the first, that the paper's recipe approximates.
         calibration: file of ``python -m analysis calibrate`` whose causal plans are timed too.
-        passes: of those plans.
+        passes: of those plans; 8 and 5 by default.
         reward: scored and timed as a part of the step; none leaves it out.
 
     Raises:
-        ValueError: a setting out of range, or passes that were not calibrated.
+        ValueError: a setting out of range, passes that were not calibrated, or passes without a calibration.
     """
 
     backbone: str = "photos-flux"
@@ -61,13 +60,21 @@ class UpdateBench(GroupBench):
     rounds: int = 7
     jagg_frac: float = 0.6
     calibration: str = ""
-    passes: tuple[int, ...] = (8, 5)
+    passes: tuple[int, ...] = ()
     reward: str = ""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         routed_groups(1, self.jagg_frac)
+        trained = self.steps - 1
+        if self.passes and not self.calibration:
+            raise ValueError(f"passes are of calibrated plans: name a calibration as well, got passes {[*self.passes]}")
+        if len(set(self.passes)) < len(self.passes) or not all(1 <= passes <= trained for passes in self.passes):
+            raise ValueError(
+                f"passes must be different numbers from 1 to the {trained} trained steps, got {[*self.passes]}"
+            )
         if self.calibration:
+            object.__setattr__(self, "passes", self.passes or PASSES)
             for passes in self.passes:
                 Plan.from_calibration(self.calibration, passes, predict=True)
 
@@ -100,7 +107,7 @@ def ways(trajectory: Trajectory, settings: UpdateBench) -> list[Way]:
     found.append(Way("paper", jagg, tuple(paper_parts(sigmas, settings.window, settings.jagg_frac))))
     for backward in ("sequential", "batched"):
         found.append(Way(f"jagg-closed-form-{backward}", jagg, (Part(steps, jagg, "closed_form", backward),)))
-    for passes in settings.passes if settings.calibration else ():
+    for passes in settings.passes:
         plan = Plan.from_calibration(settings.calibration, passes, predict=True, trajectory=trajectory)
         for backward in ("sequential", "batched"):
             found.append(Way(f"causal-{passes}-{backward}", plan, (Part(steps, plan, "closed_form", backward),)))
@@ -230,29 +237,3 @@ def _runner(way: Way, policy: VelocityPolicy, trajectory: Trajectory, advantages
             accumulate_gradients(policy, steps, advantages, part.plan, ClippedSurrogate(), **modes)
 
     return run
-
-
-def speed_ups(record: Record) -> list[dict[str, Any]]:
-    """Speed-up over exact of every way: in backward passes, of the update, and of the whole training step.
-
-    The step is rollout, reward, update and optimizer, without a part that was skipped; its speed-up is None if a part
-    failed. Empty if exact failed.
-    """
-    times = {c.name: median(t for t in c.samples["total_s"] if t is not None) for c in record.cells if c.status == "ok"}
-    parts = {name: times.pop(name, None) for name in PARTS}
-    skipped = {cell.name for cell in record.cells if cell.status == "skipped"}
-    whole = all(time is not None for name, time in parts.items() if name not in skipped)
-    others = sum(time for time in parts.values() if time is not None)
-    passes = {cell.name: cell.values["passes"] for cell in record.cells if cell.name in times}
-    return [
-        {
-            "way": name,
-            "passes": passes[name],
-            "seconds": time,
-            "backward": passes["exact"] / passes[name],
-            "update": times["exact"] / time,
-            "step": (others + times["exact"]) / (others + time) if whole else None,
-        }
-        for name, time in times.items()
-        if "exact" in times
-    ]

@@ -1,6 +1,6 @@
 """The record that every run writes: what was asked, where it ran, and the raw samples of every cell.
 
-``bench`` and ``analysis`` meet here and nowhere else. Strict JSON: an undefined value is a status, never NaN.
+What ``bench`` measures and ``analysis`` shows. Strict JSON: an undefined value is a status, never NaN.
 """
 
 from __future__ import annotations

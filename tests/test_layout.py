@@ -1,4 +1,4 @@
-"""The direction of imports, read from the source: bench -> jagg_core <- analysis, and a core that imports light."""
+"""The direction of imports, read from the source: jagg_core <- bench <- analysis, and a core that imports light."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PACKAGES = ("jagg_core", "analysis", "bench")
 
 FORBIDDEN = {
     "jagg_core": {"analysis", "bench", "jinja2", "matplotlib", "pandas", "pytest", "seaborn"},
-    "analysis": {"bench"},
+    "analysis": set(),
     "bench": {"analysis"},
 }
 """What a package never imports, not even inside a function."""
@@ -141,8 +141,8 @@ BAD = [
     ("jagg_core/a.py", "def f(x=__import__('skimage')):\n    pass", "skimage is imported at module level"),
     ("jagg_core/a.py", "if TYPE_CHECKING:\n    pass\nelse:\n    import torchvision", "at module level"),
     ("analysis/a.py", "from torchvision import io", "torchvision is imported at module level"),
-    ("analysis/a.py", "def f():\n    from bench.cells import x", "analysis imports bench"),
     ("bench/a.py", "import analysis", "bench imports analysis"),
+    ("bench/a.py", "def f():\n    from analysis.report import x", "bench imports analysis"),
 ]
 
 
@@ -163,6 +163,7 @@ GOOD = [
     ("jagg_core/backbones/a.py", "if TYPE_CHECKING:\n    import diffusers"),
     ("jagg_core/rewards/a.py", "load = lambda: __import__('transformers')"),
     ("analysis/a.py", "import pandas\nimport analysis.report.fidelity.tables\nimport jagg_core"),
+    ("analysis/a.py", "from bench.noise import ratio_of_medians"),
     ("bench/a.py", "import pytest\nfrom bench import cells\nfrom jagg_core.records import Record"),
 ]
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from bench.cost import Machine, Update, predict
-from bench.update import speed_ups
+from bench.speed_ups import update_speed_ups
 from bench.work import PassWork
 from jagg_core.backbones.check import check_backbone
 from jagg_core.records import Record
@@ -118,7 +118,7 @@ def test_the_headline_is_what_the_records_say(row: str, found: list[str]) -> Non
         assert said_reward == reward(arm)
     if in_updates:
         record = Record.read(REFERENCE / "bench" / "update-photos-flux.json")
-        [step] = [found["step"] for found in speed_ups(record) if found["way"] == in_updates]
+        [step] = [found["step"].value for found in update_speed_ups(record) if found["way"] == in_updates]
         assert said_measured == f"{1 - 1 / step:.0%}".replace("%", " %")
 
 

@@ -80,6 +80,12 @@ def fits(record: Record) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
+def noise(record: Record) -> list[str]:
+    """Returns the noise warnings of the measured groups that the model was held against."""
+    cells = [cell for cell in record.cells if cell.name.startswith("measured-") and cell.status == "ok"]
+    return [f"{c.values['backbone']}: {warning}." for c in cells for warning in c.values.get("findings", [])]
+
+
 def sentences(record: Record, table: pd.DataFrame, paper: pd.DataFrame) -> list[str]:
     """What the predictions say; backward, update and whole step together, never one alone."""
     said = []
@@ -112,7 +118,7 @@ def sentences(record: Record, table: pd.DataFrame, paper: pd.DataFrame) -> list[
                 "predicted: in doubt is whether the published stage counts them, or the window."
             )
         said.append(text if text.endswith(".") else text + ".")
-    return said
+    return said + noise(record)
 
 
 def printable(frames: dict[str, pd.DataFrame]) -> dict[str, pd.DataFrame]:

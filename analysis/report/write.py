@@ -17,6 +17,7 @@ from analysis.report.fidelity.printable import printable
 from analysis.report.fidelity.recommendation import calibration, lines_to_paste
 from analysis.report.fidelity.sentences import findings, paper_estimator
 from analysis.report.page import data_uri, render, write_tables_and_figures
+from bench.noise import noise_findings
 from jagg_core.files import write_atomically
 from jagg_core.records import Record, RecordError, write_json
 
@@ -66,11 +67,13 @@ def _write(run: Path, record: Record) -> tuple[Path, dict[str, pd.DataFrame], li
         return write_bench_report(run, record)
     if record.kind == "curves":
         return write_curve_report(run, record)
-    frames = tables.all_tables(record, [read_record(path) for path in sorted(run.glob("speed-*.json"))])
+    speeds = [read_record(path) for path in sorted(run.glob("speed-*.json"))]
+    frames = tables.all_tables(record, speeds)
     if record.kind == "calibrate":
         frames |= signal_tables.all_tables(record)
     pictures = write_tables_and_figures(run, frames, make_figures(record, frames))
     shown, said = printable(frames), findings(record, frames)
+    said += [f"Speed, one group on {one.backbone}: {warning}." for one in speeds for warning in noise_findings(one)]
     lines: list[str] = []
     on_page: list[str] = []
     for eta in record.settings["etas"]:

@@ -40,31 +40,6 @@ def bootstrap(samples: Sequence[float | None], seed: int = 0) -> Interval:
     return Interval(float(values.mean()), *_resampled([values], np.mean, seed), len(values))
 
 
-def ratio_of_medians(
-    numerator: Sequence[float | None],
-    denominator: Sequence[float | None],
-    seed: int = 0,
-    common: Sequence[Sequence[float | None]] = (),
-) -> Interval:
-    """Ratio of medians of paired samples (rounds of one interleaved run), with its interval.
-
-    ``common``: samples of the same rounds whose medians are added to both sides, such as a rollout to two updates.
-
-    Raises:
-        ValueError: samples that are not paired, or fewer than two.
-    """
-    found = [len(samples) for samples in (numerator, denominator, *common)]
-    if len(set(found)) > 1 or min(found) < 2:
-        raise ValueError(f"samples must be paired and at least 2, found {' and '.join(map(str, found))}")
-    samples = [np.array(each, dtype=np.float64) for each in (numerator, denominator, *common)]
-
-    def ratio(x: np.ndarray, y: np.ndarray, *shared: np.ndarray, axis: int = -1) -> np.ndarray:
-        more = sum(np.median(part, axis) for part in shared)
-        return (np.median(x, axis) + more) / (np.median(y, axis) + more)
-
-    return Interval(float(ratio(*samples)), *_resampled(samples, ratio, seed), len(samples[0]))
-
-
 @dataclass(frozen=True)
 class Leak:
     """Whether the mean of gradients vanishes.

@@ -7,7 +7,7 @@ from itertools import product
 import numpy as np
 import pytest
 
-from analysis.statistics.intervals import Interval, Leak, bootstrap, leak_test, ratio_of_medians
+from analysis.statistics.intervals import Interval, Leak, bootstrap, leak_test
 
 # Bootstrap
 
@@ -48,37 +48,6 @@ def test_without_samples_all_is_undefined(samples: list[float | None]) -> None:
 
 def test_equal_samples_have_an_interval_of_nothing() -> None:
     assert bootstrap([0.25] * 4) == Interval(0.25, 0.25, 0.25, 4)
-
-
-# Ratios
-
-
-def test_a_ratio_of_medians() -> None:
-    found = ratio_of_medians([3.0, 4.0, 100.0], [1.0, 2.0, 2.0])
-    assert (found.value, found.n) == (2.0, 3)
-
-
-def test_what_all_arms_share_in_a_round_cancels() -> None:
-    """A machine that slows down hundredfold changes both arms of a round alike."""
-    slow = (1.05 ** np.arange(95)).tolist()
-    found = ratio_of_medians([2 * s for s in slow], slow)
-    assert found.value == pytest.approx(2, rel=1e-12)
-    assert found.low == pytest.approx(2, rel=1e-12)
-    assert found.high == pytest.approx(2, rel=1e-12)
-
-
-def test_the_interval_of_a_ratio_covers() -> None:
-    rng = np.random.default_rng(0)
-    top, bottom = 3 * rng.lognormal(0, 0.1, 40), rng.lognormal(0, 0.1, 40)
-    found = ratio_of_medians(top.tolist(), bottom.tolist())
-    assert found.low < 3 < found.high  # type: ignore[operator]
-    assert found.high - found.low < 0.5  # type: ignore[operator]
-
-
-@pytest.mark.parametrize(("top", "bottom"), [(3, 2), (0, 0), (1, 1)])
-def test_samples_must_be_paired_and_several(top: int, bottom: int) -> None:
-    with pytest.raises(ValueError, match=f"paired and at least 2, found {top} and {bottom}"):
-        ratio_of_medians([1.0] * top, [1.0] * bottom)
 
 
 # Leak

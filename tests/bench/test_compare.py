@@ -10,7 +10,7 @@ import pytest
 
 from bench.__main__ import main
 from bench.compare import Comparison, compare
-from bench.noise import ratio_of_medians
+from bench.noise import Ratio, ratio_of_medians
 from jagg_core.records import Cell, Record, RecordError
 
 SETTINGS = {"backbone": "digits-flux", "window": 5, "batch": 16, "device": "cpu", "dtype": "float32", "steps": 21}
@@ -104,12 +104,11 @@ def test_other_machines_are_compared_on_request() -> None:
 
 
 def test_the_ratio_and_its_interval() -> None:
-    ratio, low, high = ratio_of_medians([2.0] * 9, [1.0] * 9)
-    assert (ratio, low, high) == (2.0, 2.0, 2.0)
+    assert ratio_of_medians([2.0] * 9, [1.0] * 9, paired=False) == Ratio(2.0, 2.0, 2.0, 9)
     samples = np.random.default_rng(0).normal(2.0, 0.1, 15).tolist()
-    ratio, low, high = ratio_of_medians(samples, [1.0] * 15)
-    assert low < ratio < high and high - low < 0.3
-    assert ratio_of_medians(samples, [1.0] * 15) == (ratio, low, high)
+    found = ratio_of_medians(samples, [1.0] * 15, paired=False)
+    assert found.low < found.value < found.high < found.low + 0.3  # type: ignore[operator]
+    assert ratio_of_medians(samples, [1.0] * 15, paired=False) == found
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

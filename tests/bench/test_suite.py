@@ -69,9 +69,7 @@ def test_what_became_of_every_cell(
     predicted = group.values["fit"]["arms"]
     assert {"prototype", "paper-joint", "closed-form-batched"} <= predicted.keys()
     assert all(arm["predicted_s"] > 0 and arm["measured_s"] > 0 for arm in predicted.values())
-    assert [one["way"] for one in update.values["speed_ups"]][:2] == ["exact", "exact-again"]
-    assert all(one["step"] > 0 for one in update.values["speed_ups"])
-    assert memory.values == {}
+    assert update.values == memory.values == {}
     assert "no room for this model" in (broken.reason or "") and "no room for this model" in (ranks.reason or "")
     assert skipped.reason == "needs a CUDA device; this machine has none"
     printed = capsys.readouterr()

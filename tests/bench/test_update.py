@@ -9,7 +9,8 @@ import torch
 
 from bench import update
 from bench.__main__ import main
-from bench.update import PARTS, Optimizer, UpdateBench, paper_parts, run_update_bench, speed_ups
+from bench.speed_ups import PARTS, update_speed_ups
+from bench.update import Optimizer, UpdateBench, paper_parts, run_update_bench
 from jagg_core import dance_schedule, jagg_plan
 from jagg_core.records import Cell, Record
 
@@ -74,19 +75,20 @@ def step_record(*more: Cell) -> Record:
 
 
 def test_ratios_of_parts_and_of_the_whole() -> None:
-    exact, paper = speed_ups(step_record(Cell("reward", **timed(0, 3.0))))  # type: ignore[arg-type]
-    assert (exact["backward"], exact["update"], exact["step"]) == (1, 1, 1)
-    assert (paper["backward"], paper["update"], paper["step"]) == (2, 1.5, 1.125)
+    exact, paper = update_speed_ups(step_record(Cell("reward", **timed(0, 3.0))))  # type: ignore[arg-type]
+    assert (exact["backward"], exact["update"].value, exact["step"].value) == (1, 1, 1)
+    assert (paper["backward"], paper["update"].value, paper["step"].value) == (2, 1.5, 1.125)
 
 
 def test_a_step_of_which_a_part_failed_has_no_ratio() -> None:
     """One that was skipped is no part of the step."""
-    paper = speed_ups(step_record(Cell("reward", "failed", "no such image")))[1]
-    assert (paper["backward"], paper["update"], paper["step"]) == (2, 1.5, None)
-    assert speed_ups(step_record(Cell("reward", "skipped", "no decoder")))[1]["step"] == pytest.approx(87 / 77)
+    paper = update_speed_ups(step_record(Cell("reward", "failed", "no such image")))[1]
+    assert (paper["backward"], paper["update"].value, paper["step"].value) == (2, 1.5, None)
+    skipped = update_speed_ups(step_record(Cell("reward", "skipped", "no decoder")))[1]
+    assert skipped["step"].value == pytest.approx(87 / 77)
     record = step_record()
     record.cells[0] = Cell("exact", "failed", "out of memory")
-    assert speed_ups(record) == []
+    assert update_speed_ups(record) == []
 
 
 def test_left_over_steps_are_exact() -> None:
@@ -104,7 +106,7 @@ def test_the_reward_of_a_backbone_without_data_set(reward: str, said: str | None
     assert cell.settings == {"reward": said}
     # images of 2x2 pixels have no Laplacian
     assert cell.status == ("failed" if reward else "ok")
-    assert (speed_ups(record)[0]["step"] is None) == bool(reward)
+    assert (update_speed_ups(record)[0]["step"].value is None) == bool(reward)
 
 
 def test_an_unknown_reward_is_refused_before_the_rollout(stub: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -117,7 +119,7 @@ def test_random_weights_are_not_decoded(stub: str, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(update, "read_options", lambda *_: {"random_weights": True})
     record = run_update_bench(UpdateBench(stub, batch=2, rounds=2, steps=6, window=2))
     assert (record.cell("reward").status, record.cell("reward").samples) == ("skipped", {})
-    assert speed_ups(record)[0]["step"] == 1
+    assert update_speed_ups(record)[0]["step"].value == 1
 
 
 def test_the_optimizer_works_on_copies() -> None:
@@ -148,7 +150,13 @@ def test_a_calibration_of_another_backbone_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("flags", "match"),
     [
-        (["--calibration", str(CALIBRATION), "--passes", "99"], "passes must be one of"),
+        (["--calibration", str(CALIBRATION), "--passes", "99"], "different numbers from 1 to the 20 trained"),
+        (["--calibration", str(CALIBRATION), "--passes", "-3"], "different numbers from 1 to the 20 trained"),
+        (
+            ["--calibration", str(CALIBRATION), "--passes", "5", "5"],
+            "different numbers from 1 to the 20 trained",
+        ),
+        (["--passes", "8"], "name a calibration as well, got passes [8]"),
         (["--calibration", "nowhere.json"], "nowhere.json"),
         (["--jagg-frac", "2"], "jagg_frac must be between 0 and 1, found 2"),
         (["--window", "21"], "window must be at most the 20 trained steps, found 21"),

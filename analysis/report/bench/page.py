@@ -10,13 +10,14 @@ from matplotlib.figure import Figure
 
 from analysis.report.bench.figures import speed_up_intervals, step_bars
 from analysis.report.bench.paper import beside_the_paper
-from analysis.report.bench.printable import printable
+from analysis.report.bench.printable import printable, share_text
 from analysis.report.bench.run import BROKEN, Measured, read_run
-from analysis.report.bench.tables import AROUND
 from analysis.report.cost import PUBLISHED
 from analysis.report.fidelity.printable import interval_text
 from analysis.report.figures import arm_label
 from analysis.report.page import render, write_tables_and_figures
+from bench.noise import noise_findings, noise_floor
+from bench.speed_ups import PARTS
 from jagg_core.files import write_atomically
 from jagg_core.records import Record, read_json
 
@@ -61,7 +62,9 @@ def sentences(cells: Sequence[Measured], paper: pd.DataFrame) -> list[str]:
     said = [f"{statuses.count('ok')} of {len(statuses)} cells were measured" + _listed("; ", others) + "."]
     about = {"update": _update_sentence, "group": _group_sentence, "memory": _memory_sentence}
     for kind, sentence in about.items():
-        said += [f"{one.name}: {sentence(one.table)}." for one in _with_table(cells, kind)]
+        said += [f"{one.name}: {sentence(one.table, one.record)}." for one in _with_table(cells, kind) if one.record]
+    for one in cells:
+        said += [f"{one.name}: {warning}." for warning in (noise_findings(one.record) if one.record else ())]
     return said + _paper_sentences(paper)
 
 
@@ -69,7 +72,7 @@ def _listed(before: str, parts: Sequence[str]) -> str:
     return before + ", ".join(parts) if parts else ""
 
 
-def _update_sentence(table: pd.DataFrame) -> str:
+def _update_sentence(table: pd.DataFrame, record: Record) -> str:
     def speed_ups(row: pd.Series) -> str:
         return (
             f"{row['backward_speed_up']:.2f}x in backward passes, {interval_text(row, 'update_speed_up', 2)} in the "
@@ -82,24 +85,22 @@ def _update_sentence(table: pd.DataFrame) -> str:
     if len(rows):
         fastest = rows.loc[rows["update_s"].idxmin()]
         told.append(f"the fastest, '{arm_label(fastest['way'])}', is {speed_ups(fastest)}")
-    parts = [part for part in AROUND if f"{part}_s" in table]
+    parts = [part for part in PARTS if f"{part}_s" in table]
     return "; ".join([*told, f"a step is here {' + '.join([*parts, 'update'])}"])
 
 
-def _group_sentence(table: pd.DataFrame) -> str:
+def _group_sentence(table: pd.DataFrame, record: Record) -> str:
     rows, told = table.set_index("arm"), []
     for arm in [arm for arm in HEADLINE if arm in rows.index]:
         told.append(f"{arm_label(arm)} is {interval_text(rows.loc[arm], 'speed_up', 2)} times as fast as exact")
     if "exact-again" in rows.index:
-        again = rows.loc["exact-again"]
-        # the further end of the interval, as python -m bench compare has it
-        told.append(f"noise floor {max(1 / again['speed_up_low'], again['speed_up_high']) - 1:.1%}")
+        told.append(f"noise floor {noise_floor(record):.1%}")
     if "exact-bare" in rows.index:
         told.append(f"exact takes {interval_text(rows.loc['exact-bare'], 'speed_up', 3)} times its bare model calls")
     return "; ".join(told) if told else "exact alone was timed"
 
 
-def _memory_sentence(table: pd.DataFrame) -> str:
+def _memory_sentence(table: pd.DataFrame, record: Record) -> str:
     rows = table[table["ratio"].notna() & table["arm"].isin(HEADLINE)]
     told = [f"{arm_label(row['arm'])} {row['ratio']:.2f}" for _, row in rows.iterrows()]
     return _listed("peak memory over exact's: ", told) or "there is nothing to compare with exact"
@@ -114,8 +115,7 @@ def _paper_sentences(paper: pd.DataFrame) -> list[str]:
             parts.append(f"{rows['predicted'].iloc[0]:.1%} predicted for {rows['predicted_for'].iloc[0]}")
         measured = rows[rows["measured"].notna()]
         for _, row in measured.iterrows():
-            more = " more" if row["measured"] < 0 else ""
-            parts.append(f"{abs(row['measured']):.1%}{more} measured on {row['measured_on']}")
+            parts.append(f"{share_text(row)} measured on {row['measured_on']}")
         if not len(measured):
             parts.append("not measured in this run")
         said.append(f"{name}: {'; '.join(parts)}.")

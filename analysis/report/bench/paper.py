@@ -14,6 +14,9 @@ from jagg_core.records import Record, read_json
 RECIPE = {"window": 4, "jagg_frac": 0.6}
 """What the paper's figures fit; it states neither."""
 
+SMALLEST = 3
+"""Window from which the paper's rule saves anything: in a group of two both steps are ends."""
+
 NEAREST = {
     "training step": ("update", "way", "paper", "step_speed_up"),
     "update stage": ("update", "way", "paper", "update_speed_up"),
@@ -53,7 +56,7 @@ def _measured(what: str, cells: Sequence[Measured]) -> list[dict[str, Any]]:
     kind, column, name, ratio = NEAREST[what]
     found: list[tuple[float, dict[str, Any]]] = []
     for one in cells:
-        if one.kind != kind or one.record is None or not len(one.table):
+        if one.kind != kind or one.record is None or not len(one.table) or one.record.settings["window"] < SMALLEST:
             continue
         rows = one.table[one.table[column] == name]
         if len(rows):

@@ -8,11 +8,9 @@ from typing import Any
 import pandas as pd
 
 from analysis.report.bench.run import BROKEN, Measured
-from analysis.report.bench.tables import AROUND
 from analysis.report.fidelity.printable import interval_text
 from analysis.report.figures import arm_label
-
-PHASES = ("total", "forward", "upstream", "backward")
+from bench.speed_ups import PARTS, PHASES
 
 
 def printable(cells: Sequence[Measured], frames: Mapping[str, pd.DataFrame]) -> dict[str, pd.DataFrame]:
@@ -43,14 +41,15 @@ def _paper(frames: Mapping[str, pd.DataFrame]) -> pd.DataFrame:
             "backbone of the paper": paper["backbone"].fillna(""),
             "published, less": paper["published"].map("{:.1%}".format) + absolute,
             "predicted, less": predicted,
-            "measured here, less": [_share(row) for _, row in paper.iterrows()],
+            "measured here, less": [share_text(row) for _, row in paper.iterrows()],
             "measured on": paper["measured_on"].fillna(""),
             "source of the published figure": paper["source"],
         }
     )
 
 
-def _share(row: pd.Series) -> str:
+def share_text(row: pd.Series) -> str:
+    """Writes a measured share of time saved with its interval; a negative one is time lost."""
     if pd.isna(row["measured"]):
         return "not measured"
     text = f"{row['measured']:.1%}"
@@ -90,7 +89,7 @@ def _collectives(table: pd.DataFrame) -> pd.DataFrame:
 def _update(table: pd.DataFrame) -> pd.DataFrame:
     columns: dict[str, Any] = {"way": table["way"].map(arm_label), "passes": table["passes"]}
     columns["update, s"] = _numbers(table["update_s"], "{:.3g}")
-    columns |= {f"{part}, s": _numbers(table[f"{part}_s"], "{:.3g}") for part in AROUND if f"{part}_s" in table}
+    columns |= {f"{part}, s": _numbers(table[f"{part}_s"], "{:.3g}") for part in PARTS if f"{part}_s" in table}
     columns["backward passes"] = _numbers(table["backward_speed_up"], "{:.2f}x")
     columns["update speed-up"] = _intervals(table, "update_speed_up")
     columns["step speed-up"] = _intervals(table, "step_speed_up")

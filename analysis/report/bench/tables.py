@@ -9,13 +9,11 @@ from typing import Any
 import pandas as pd
 
 from analysis.report.fidelity.tables import interval_columns, speed
-from analysis.statistics.intervals import Interval, ratio_of_medians
+from bench.noise import median_of
+from bench.speed_ups import update_speed_ups
 from jagg_core.records import Cell, Record, RecordError
 
 MIB = 2**20
-
-AROUND = ("rollout", "reward", "optimizer")
-"""Parts of a training step that no way of making the update changes; some may be skipped, or not in a record."""
 
 RANK_SECONDS = re.compile(r"rank\d+_(?:(\w+)_)?s")
 """Samples of one rank: all it does (``rank0_s``, or ``rank0_total_s``), or one part of it (``rank0_all_gather_s``)."""
@@ -37,7 +35,7 @@ def groups(record: Record, values: dict[str, Any]) -> pd.DataFrame:
 
 def memory(record: Record, values: dict[str, Any]) -> pd.DataFrame:
     """Peak bytes beyond model and gradients by arm (median of the runs), and their ratio to exact's."""
-    peaks = {cell.name: _median(cell.samples["peak_bytes"]) for cell in _ok(record)}
+    peaks = {cell.name: median_of(cell.samples["peak_bytes"]) for cell in _ok(record)}
     exact = peaks.get("exact")
     rows = [
         {"arm": arm, "peak_mib": peak / MIB, "ratio": peak / exact if exact else None} for arm, peak in peaks.items()
@@ -75,23 +73,13 @@ def updates(record: Record, values: dict[str, Any]) -> pd.DataFrame:
     A step is the update with what was measured around it; without a rollout, or if another part failed, it is
     undefined. Empty without exact.
     """
-    cells = {cell.name: cell for cell in _ok(record)}
-    whole = "rollout" in cells and not any(c.name in AROUND and c.status == "failed" for c in record.cells)
-    around = {part: cells.pop(part).samples["total_s"] for part in AROUND if part in cells}
-    if "exact" not in cells:
-        return pd.DataFrame()
-    exact = cells["exact"]
+    about = {"backbone": record.backbone} | {key: record.settings[key] for key in ("window", "jagg_frac", "batch")}
     rows = []
-    for way, cell in cells.items():
-        own = cell.samples["total_s"]
-        row: dict[str, Any] = {"backbone": record.backbone}
-        row |= {key: record.settings[key] for key in ("window", "jagg_frac", "batch")}
-        row |= {"way": way, "passes": cell.values["passes"], "update_s": _median(own)}
-        row |= {f"{part}_s": _median(samples) for part, samples in around.items()}
-        row["backward_speed_up"] = exact.values["passes"] / row["passes"]
-        row |= interval_columns("update_speed_up", ratio_of_medians(exact.samples["total_s"], own))
-        step = ratio_of_medians(exact.samples["total_s"], own, common=list(around.values()))
-        row |= interval_columns("step_speed_up", step if whole else Interval(None, None, None, step.n))
+    for found in update_speed_ups(record):
+        row = about | {key: value for key, value in found.items() if key not in ("backward", "update", "step")}
+        row["backward_speed_up"] = found["backward"]
+        for part in ("update", "step"):
+            row |= interval_columns(f"{part}_speed_up", found[part])
         rows.append(row)
     return pd.DataFrame(rows)
 
@@ -124,8 +112,3 @@ def table_of(kind: str, record: Record, values: dict[str, Any]) -> pd.DataFrame:
 
 def _ok(record: Record) -> list[Cell]:
     return [cell for cell in record.cells if cell.status == "ok"]
-
-
-def _median(samples: Sequence[float | None]) -> float:
-    """Of the samples that are defined."""
-    return float(pd.Series(samples, dtype=float).median())

@@ -8,13 +8,15 @@ import pandas as pd
 
 from analysis.measure.knot_search import PLANS
 from analysis.measure.similarity import METRICS
-from analysis.statistics.intervals import Interval, bootstrap, ratio_of_medians
+from analysis.statistics.intervals import Interval, bootstrap
 from analysis.statistics.jagg_frac import calibrated_frac
+from bench.noise import Ratio
+from bench.speed_ups import group_speed_ups
 from jagg_core.plans import groups_of
 from jagg_core.records import Cell, Record
 
 
-def interval_columns(name: str, interval: Interval) -> dict[str, Any]:
+def interval_columns(name: str, interval: Interval | Ratio) -> dict[str, Any]:
     """An interval as columns of a table."""
     return {name: interval.value, f"{name}_low": interval.low, f"{name}_high": interval.high, "n": interval.n}
 
@@ -181,21 +183,15 @@ def speed(records: list[Record]) -> pd.DataFrame:
     """Seconds per group (median over rounds) by phase, and speed-up over exact: ratio of medians, paired by round."""
     rows = []
     for record in records:
-        cells = {c.name: c for c in record.cells if c.status == "ok"}
-        if "exact" not in cells:
-            continue
-        exact = cells["exact"].samples
-        for name, cell in cells.items():
-            row: dict[str, Any] = {"backbone": record.backbone, "window": record.settings["window"]}
-            row |= {"batch": record.settings["batch"], "arm": name, "passes": cell.values["passes"]}
-            for phase in ("total", "forward", "upstream", "backward"):
-                samples = cell.samples.get(f"{phase}_s")
-                row[f"{phase}_s"] = None if samples is None else float(pd.Series(samples).median())
-            row["fastest_s"] = min(s for s in cell.samples["total_s"] if s is not None)
-            row |= interval_columns("speed_up", ratio_of_medians(exact["total_s"], cell.samples["total_s"]))
-            if "backward_s" in cell.samples:
-                row["backward_speed_up"] = ratio_of_medians(exact["backward_s"], cell.samples["backward_s"]).value
-            rows.append(row)
+        about_run = {
+            "backbone": record.backbone,
+            "window": record.settings["window"],
+            "batch": record.settings["batch"],
+        }
+        for found in group_speed_ups(record):
+            backward = found.pop("backward")
+            row = about_run | found | interval_columns("speed_up", found["speed_up"])
+            rows.append(row | {"backward_speed_up": None if backward is None else backward.value})
     return pd.DataFrame(rows)
 
 

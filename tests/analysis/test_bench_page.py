@@ -167,7 +167,7 @@ def test_an_update_shows_backward_update_and_step_together(run: Run) -> None:
     paper = run.table("updates").set_index("way").loc["paper"]
     assert paper["backward_speed_up"] == pytest.approx(20 / 14, rel=1e-5)
     assert paper["update_speed_up"] == pytest.approx(2)
-    assert paper["step_speed_up"] == pytest.approx((3 + 3) / (3 + 1.5))
+    assert paper["step_speed_up"] == pytest.approx((3 + 3) / (3 + 1.5), rel=1e-5)
     assert paper["step_speed_up_low"] <= paper["step_speed_up"] <= paper["step_speed_up_high"]
     assert paper[["rollout_s", "reward_s", "update_s", "optimizer_s"]].tolist() == [2, 0.5, 1.5, 0.5]
     row = shown["update/stub"].iloc[1]

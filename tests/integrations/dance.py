@@ -113,7 +113,7 @@ def grpo_one_step(
     pred = forward(latents, *text, text_ids, image_ids, transformer, timesteps)
     if pre_latents is None:
         return pred
-    return step_log_prob(args, latents, pred, pre_latents, i, sigma_schedule)
+    return step_log_prob(args, latents, pred.to(latents.dtype), pre_latents, i, sigma_schedule)
 
 
 @torch.no_grad()
@@ -127,7 +127,7 @@ def run_sample_step(names: Names, row: int, seed: int) -> tuple[Tensor, Tensor]:
     text = (names["encoder_hidden_states"][[row]], names["pooled_prompt_embeds"][[row]])
     for i in range(args.sampling_steps):
         t = torch.full([1], int(schedule[i] * 1000), dtype=torch.long)
-        pred = forward(z, *text, torch.zeros(1, 3), torch.zeros(6, 3), transformer, t)
+        pred = forward(z, *text, torch.zeros(1, 3), torch.zeros(6, 3), transformer, t).to(z.dtype)
         names["rollout_velocities"].append(pred)
         sigma, below = schedule[i].double(), schedule[i + 1].double()
         mean, scale = kernel_step(kernel, z, pred, sigma, below)

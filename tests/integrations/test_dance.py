@@ -50,6 +50,20 @@ def test_the_rollout_runs_in_eval_mode_and_the_update_in_train_mode(name: str) -
     train(host, names, noted, 1)
 
 
+@pytest.mark.parametrize("plan", SAME)
+@pytest.mark.parametrize("name", LOGGED)
+def test_a_network_in_bf16_trains_as_in_the_loop(name: str, plan: str) -> None:
+    """fp32 weights under autocast: what the network gives is bf16, and all that follows it is not."""
+    host, weights = HOSTS[name], {}
+    for way in ("before", "own", "page"):
+        names = host.names(torch.float32, 2)
+        names["network"].register_forward_hook(lambda *call: (call[-1][0].bfloat16(),))
+        inner = from_page(host, names, SAME[plan]) if way == "page" else host.own
+        weights[way] = train(host, names, inner, 0 if way == "before" else 2)
+    moved = (weights["own"] - weights["before"]).norm()
+    assert (weights["page"] - weights["own"]).norm() < 2e-2 * moved
+
+
 @pytest.mark.parametrize(("setting", "value"), [("training_strategy", "all"), ("dpm_apply_strategy", "all")])
 def test_mixgrpo_refuses_what_a_plan_cannot_express(setting: str, value: object) -> None:
     names = HOSTS["mixgrpo"].names(torch.float64, 1)

@@ -81,7 +81,6 @@ def parser() -> argparse.ArgumentParser:
         add_flags(command, kind, skip=["recipe"])
         add_flags(command, Recipe)
         command.add_argument("--weights", metavar="RUN", help="folder of a training run, whose weights are studied")
-        command.add_argument("--quick", action="store_true", help="a smoke run: every part, few rollouts")
         command.add_argument("--out", type=Path, default=None, help=f"run folder, default results/BACKBONE{ending}")
     command = commands.add_parser(
         "curves", help="train by every estimator in lockstep", epilog=CURVES_EXAMPLE, formatter_class=AS_IT_IS
@@ -108,10 +107,10 @@ def parser() -> argparse.ArgumentParser:
 def settings_from(arguments: argparse.Namespace) -> Study:
     """Settings from flags, then from ``--preset``, then from ``--quick``; the rest keep their defaults."""
     kind = COMMANDS[arguments.command][0]
-    chosen = dict(QUICK[kind]) if arguments.quick else {}
     flags, recipe = given(arguments, kind), given(arguments, Recipe)
     if arguments.weights is not None:
         flags["backbone_options"] = (*flags.get("backbone_options", ()), f"weights={arguments.weights}")
+    chosen = dict(QUICK[kind]) if flags.get("quick") else {}
     if flags.get("preset") in PRESETS:
         overrides = preset(flags["preset"], flags.get("backbone", kind.backbone))
         rollout = RolloutSettings(**overrides["rollout"])
@@ -119,7 +118,7 @@ def settings_from(arguments: argparse.Namespace) -> Study:
         recipe = theirs | {"guidance": overrides.get("model", {}).get("guidance")} | recipe
         chosen["etas"] = (rollout.eta,)
     made = Recipe(**recipe)
-    if arguments.quick:
+    if flags.get("quick"):
         chosen["windows"] = tuple(min(window, made.steps - 1) for window in chosen["windows"])
     return kind(recipe=made, **{**chosen, **flags})
 

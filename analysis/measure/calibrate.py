@@ -6,7 +6,7 @@ Computes and stores; `analysis.report.write` draws from what is stored, and
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -38,7 +38,7 @@ from jagg_core import Plan, accumulate_gradients
 from jagg_core.checks import require_at_least
 from jagg_core.records import Record, recorded
 from jagg_core.rewards import score
-from jagg_core.seeding import derive_seed
+from jagg_core.seeding import derive_seed, generator_for
 from jagg_core.trajectory import Trajectory, rollout
 
 WINDOWS = (4, 5, 8, 10, 20)
@@ -63,8 +63,8 @@ class Calibrate(Study):
         contender_batches: of those batches, the first ones, for estimators that are there for comparison only.
         centring_batches: likewise, for the bias under other ways to centre advantages.
         update_samples: of an update in training, for which the loss of signal is told.
-        max_signal_loss: the plan to run has the fewest passes that surely lose less of it.
-        min_cosine: beside it stands the plan with the fewest passes that surely keep this cosine.
+        max_signal_loss: the plan to run has the fewest passes whose loss is below it with confidence.
+        min_cosine: beside it stands the plan with the fewest passes whose 95 % lower bound is at least this cosine.
         timing_rounds: times that every update is timed, each round in another order.
 
     Raises:
@@ -72,8 +72,7 @@ class Calibrate(Study):
     """
 
     windows: tuple[int, ...] = WINDOWS
-    calibration_batches: tuple[int, ...] = (4,)
-    evaluation_batches: tuple[int, ...] = (4,)
+    calibration_batches: tuple[int, ...] = (3,)
     predicted_passes: tuple[int, ...] = (8, 6, 5, 4)
     signal_batches: int = 24
     signal_prompts: int = 2
@@ -81,7 +80,7 @@ class Calibrate(Study):
     signal_passes: tuple[int, ...] = (8, 5, 4, 3, 2)
     signal_dimension: int = 2**16
     contender_batches: int = 8
-    centring_batches: int = 5
+    centring_batches: int = 8
     update_samples: int = 64
     max_signal_loss: float = 0.05
     min_cosine: float = 0.99
@@ -175,7 +174,7 @@ def measure_signal(job: Job, settings: Calibrate, eta: float, knots: Knots) -> N
     main = core(job.sigmas, settings.windows, settings.jagg_frac, knots, settings.signal_passes)
     names = {e.name for e in main}
     side = [e for e in contenders(job.sigmas, settings.windows, knots) if e.name not in names]
-    watched = suspects([*main, *side], settings.windows)
+    watched = suspects([*main, *side], job.sigmas, settings.windows, settings.jagg_frac)
     banks: dict[tuple[str, str], list[np.ndarray]] = {}
     about: dict[str, Estimator] = {}
     seed = derive_seed(settings.recipe.seed, "signal", "projection")
@@ -227,13 +226,19 @@ def time_updates(job: Job, settings: Calibrate, eta: float, knots: Knots) -> Non
             arms[name] = lambda plan=plan: _update(job, batch, plan)  # type: ignore[misc]
         samples: dict[str, list[float | None]] = {f"{name}_s": [] for name in arms}
         for number in tqdm(range(settings.timing_rounds + 1), desc=f"time updates, eta {eta:g}", unit="round"):
-            for name, arm in arms.items():
+            for name in round_order(list(arms), recipe.seed, number):
                 begin = timer()
-                arm()
+                arms[name]()
                 if number:  # the first round warms up
                     samples[f"{name}_s"].append(timer() - begin)
         cell.samples = samples
     job.save()
+
+
+def round_order(names: Sequence[str], seed: int, number: int) -> list[str]:
+    """The order of a round of timings, drawn for each by its number: no arm follows the same one in every round."""
+    places = torch.randperm(len(names), generator=generator_for(seed, "times", number)).tolist()
+    return [names[place] for place in places]
 
 
 def _update(job: Job, batch: Any, plan: Plan) -> None:

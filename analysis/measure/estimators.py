@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -14,19 +14,30 @@ from jagg_core import Plan, causal_plan, endpoint_plan, exact_plan, jagg_plan, s
 from jagg_core.plans import groups_of, routed_groups
 from jagg_core.seeding import generator_for
 
+COMPARED_PASSES = (8, 5)
+"""Numbers of passes at which everything is compared, whatever the windows."""
+
 SUBSAMPLE_DRAWS = 16
 """Random subsets per rollout batch over which subsampling is averaged."""
 
 
 @dataclass(frozen=True)
 class Estimator:
-    """A named plan, or several draws of a random one; ``settings`` go into the record."""
+    """A named plan, or several draws of a random one; ``settings`` go into the record.
+
+    ``redraw`` gives a random plan's draws for a rollout batch by its number; ``plans`` are those of batch 0.
+    """
 
     name: str
     label: str
     family: str
     plans: tuple[Plan, ...]
     settings: dict[str, Any]
+    redraw: Callable[[int], tuple[Plan, ...]] | None = None
+
+    def plans_of(self, batch: int) -> tuple[Plan, ...]:
+        """The plans on a rollout batch: a random plan is drawn for each, so that an interval holds the draw."""
+        return self.plans if self.redraw is None else self.redraw(batch)
 
     @property
     def passes(self) -> int:
@@ -72,6 +83,12 @@ def _one(name: str, label: str, family: str, plan: Plan, **settings: Any) -> Est
     return Estimator(name, label, family, (plan,), settings)
 
 
+def grouped_name(steps: int, family: str, window: int, frac: float) -> str:
+    """Name of a grouped estimator, by the share of groups that it routes: fractions that route as many are one plan."""
+    groups = len(groups_of(steps, window))
+    return f"{family}-w{window}-f{routed_groups(groups, frac) / groups:g}"
+
+
 def exact(sigmas: Tensor) -> Estimator:
     """The reference."""
     return _one("exact", "exact", "exact", exact_plan(sigmas))
@@ -88,21 +105,25 @@ def grouped(sigmas: Tensor, family: str, window: int, frac: float) -> Estimator:
     groups = len(groups_of(sigmas.shape[-1], window))
     routed = routed_groups(groups, frac)
     label = f"{text}, W={window}, {routed} of {groups} groups"
-    return _one(f"{family}-w{window}-f{frac:g}", label, family, plan, window=window, jagg_frac=frac)
+    name = grouped_name(sigmas.shape[-1], family, window, frac)
+    return _one(name, label, family, plan, window=window, jagg_frac=routed / groups)
 
 
 def subsampled(sigmas: Tensor, count: int, seed: int) -> Estimator:
-    """Random ``count`` of T steps, several draws."""
-    plans = tuple(
-        subsample_plan(sigmas, count, generator_for(seed, "subsample", count, draw)) for draw in range(SUBSAMPLE_DRAWS)
-    )
+    """Random ``count`` of T steps, several draws for every rollout batch."""
+
+    def redraw(batch: int) -> tuple[Plan, ...]:
+        generators = [generator_for(seed, "subsample", count, batch, draw) for draw in range(SUBSAMPLE_DRAWS)]
+        return tuple(subsample_plan(sigmas, count, generator) for generator in generators)
+
     label = f"subsample, {count} random steps"
-    return Estimator(f"subsample-{count}", label, "subsample", plans, {"draws": SUBSAMPLE_DRAWS})
+    return Estimator(f"subsample-{count}", label, "subsample", redraw(0), {"draws": SUBSAMPLE_DRAWS}, redraw)
 
 
 def with_knots(sigmas: Tensor, family: str, knots: tuple[int, ...]) -> Estimator:
-    """Spline or causal plan on calibrated knots."""
-    label = f"{family}, {len(knots)} calibrated knots"
+    """Spline (linear weights) or causal plan on searched knots."""
+    kind = "linear weights (spline)" if family == "spline" else family
+    label = f"{kind}, {len(knots)} searched knots"
     return _one(f"{family}-{len(knots)}", label, family, PLANS[family](sigmas, knots), knots=list(knots))
 
 
@@ -123,7 +144,8 @@ def headline(sigmas: Tensor, windows: tuple[int, ...], jagg_frac: float, knots: 
     for window in windows:
         for frac in dict.fromkeys((jagg_frac, 1.0)):
             chosen += [grouped(sigmas, family, window, frac) for family in ("jagg", "jagg-index", "endpoint")]
-    budgets = sorted({e.passes for e in chosen} | {min(5, sigmas.shape[-1])}, reverse=True)
+    steps = sigmas.shape[-1]
+    budgets = sorted({e.passes for e in chosen} | {min(count, steps) for count in COMPARED_PASSES}, reverse=True)
     for passes in budgets:
         chosen.append(subsampled(sigmas, passes, seed))
         chosen += [with_knots(sigmas, f, knots[f][passes]) for f in ("spline", "causal") if passes in knots[f]]
@@ -131,21 +153,16 @@ def headline(sigmas: Tensor, windows: tuple[int, ...], jagg_frac: float, knots: 
 
 
 def pareto(sigmas: Tensor, windows: range, knots: Knots, passes: range) -> list[Estimator]:
-    """Every number of passes: the paper's rule with each window and fraction, spline and causal on calibrated knots."""
-    found: dict[str, Estimator] = {}
+    """Every number of passes: the paper's rule with each window and fraction, spline and causal on searched knots."""
+    found: list[Estimator] = []
     for window in windows:
         if window > sigmas.shape[-1]:
             break
         groups = len(groups_of(sigmas.shape[-1], window))
-        for routed in range(1, groups + 1):
-            estimator = grouped(sigmas, "jagg", window, routed / groups)
-            found[estimator.name] = estimator
+        found += [grouped(sigmas, "jagg", window, routed / groups) for routed in range(1, groups + 1)]
     for family in ("spline", "causal"):
-        for count, chosen in knots[family].items():
-            if count in passes:
-                estimator = with_knots(sigmas, family, chosen)
-                found[estimator.name] = estimator
-    return [e for e in found.values() if e.passes in passes]
+        found += [with_knots(sigmas, family, chosen) for count, chosen in knots[family].items() if count in passes]
+    return [e for e in found if e.passes in passes]
 
 
 def leak_suspects(
@@ -157,9 +174,9 @@ def leak_suspects(
     budget = min(e.passes for e in full)
     rest = [grouped(sigmas, family, window, 1.0) for family in ("jagg-index", "endpoint")]
     draw = subsampled(sigmas, budget, seed)
-    rest.append(Estimator(draw.name, draw.label, draw.family, draw.plans[:1], {"draws": 1}))
+    rest.append(replace(draw, settings={"draws": 1}))
     rest += [with_knots(sigmas, f, knots[f][budget]) for f in ("spline", "causal") if budget in knots[f]]
-    return [exact(sigmas), *full, *rest]
+    return list({e.name: e for e in (exact(sigmas), *full, *rest)}.values())
 
 
 def mean_of_draws(values: list[float | None]) -> float | None:

@@ -128,9 +128,8 @@ class Job:
             ValueError: no batch had any advantage.
         """
         settings = self.settings
-        past, future = settings.reach
         count = settings.batches(purpose, eta)
-        passes = len(reachable_pairs(len(self.sigmas), past, future)) + sum(plan.passes for plan in predicted)
+        passes = len(self.sigmas) ** 2 + sum(plan.passes for plan in predicted)
         found: list[CrossTable] = []
         with tqdm(total=count * passes, desc=f"{purpose} rollouts, eta {eta:g}", unit="pass") as bar:
             for number in range(count):
@@ -144,8 +143,6 @@ class Job:
                         batch.trajectory,
                         batch.advantages,
                         self.objective,
-                        past=past,
-                        future=future,
                         predicted=predicted,
                         blocks=self.blocks,
                         space=settings.space,
@@ -157,12 +154,12 @@ class Job:
 
                 self.note_seed(eta, purpose, number, settings.recipe)
                 knots = [plan.knots for plan in predicted]
-                more = {"purpose": purpose, "number": number, "reach": [past, future], "predicted": knots}
+                more = {"purpose": purpose, "number": number, "predicted": knots}
                 more |= {"space": settings.space, "dimension": settings.dimension}
                 arrays = self.store.get(f"{purpose}-{number}", self.key(eta, settings.recipe, **more), collect)
                 bar.update((number + 1) * passes - bar.n)
                 if arrays["grams"].size:
-                    found.append(table_from(arrays, len(self.sigmas), past, future, knots))
+                    found.append(table_from(arrays, len(self.sigmas), knots))
         if not found:
             raise ValueError(f"none of the {count} {purpose} batches has any advantage: the reward does not vary")
         return found
@@ -223,7 +220,7 @@ class Job:
     def evaluate(self, eta: float, knots: Knots, more: Sequence[Estimator] = ()) -> None:
         """A cell per estimator: similarity to exact on held-out rollouts, whole update, every group and block.
 
-        ``more``: estimators beside those of `analysis.measure.estimators`; those out of the tables' reach are left out.
+        The paper's rule is judged at every window. ``more``: estimators beside those of `analysis.measure.estimators`.
         """
         settings = self.settings
         tables: list[CrossTable] = []
@@ -238,8 +235,8 @@ class Job:
         if tables:
             seed = derive_seed(settings.recipe.seed, "subsample")
             main = estimators.headline(self.sigmas, settings.windows, settings.jagg_frac, knots, seed)
-            main += [*predicted, *(e for e in more if _within_reach(tables[0], e))]
-            windows = range(3, 1 + max(settings.windows))
+            main += [*predicted, *more]
+            windows = range(3, 1 + len(self.sigmas))
             chosen = {e.name: e for e in estimators.pareto(self.sigmas, windows, knots, PARETO_PASSES)}
             chosen |= {e.name: e for e in main}
             headline = {e.name for e in main}
@@ -260,12 +257,12 @@ class Job:
         settings = self.settings
         seed = derive_seed(settings.recipe.seed, "leak", "subsample")
         suspects = estimators.leak_suspects(self.sigmas, settings.windows, settings.jagg_frac, knots, seed)
-        plans = {e.name: e.plans[0] for e in suspects}
         gradients: dict[str, list[torch.Tensor]] = {e.name: [] for e in suspects}
         with recorded(self.record.cells, f"eta={eta:g}/leak", eta=eta):
             for number in tqdm(range(batches), desc=f"leak test, eta {eta:g}", unit="batch"):
                 batch = self.batch(eta, "leak", number)
                 ones = torch.ones_like(batch.advantages)
+                plans = {e.name: e.plans_of(number)[0] for e in suspects}
                 found = plan_gradients(
                     batch.policy, batch.trajectory, ones, self.objective, plans, workers=self.workers
                 )
@@ -277,7 +274,8 @@ class Job:
                 with recorded(self.record.cells, name, **estimator.describe(), eta=eta) as cell:
                     gram = gram_matrix(torch.stack(gradients[estimator.name]))
                     cell.samples = {"gram": gram.flatten().tolist()}
-                    cell.values = asdict(leak_test(gram))
+                    leak = leak_test(gram)
+                    cell.values = {"share": leak.share.value, "p_value": leak.p_value, "n": batches}
         self.save()
 
     def contact_sheet(self) -> None:
@@ -304,8 +302,8 @@ def judge(tables: list[CrossTable], estimator: Estimator, windows: tuple[int, ..
             parts[f"w{window}.group{number}."] = group
     samples: dict[str, list[float | None]] = {}
     for prefix, steps in parts.items():
-        for table in tables:
-            found = [similarity(table, plan, steps) for plan in estimator.plans]
+        for number, table in enumerate(tables):
+            found = [similarity(table, plan, steps) for plan in estimator.plans_of(number)]
             for metric in METRICS:
                 value = mean_of_draws([getattr(f, metric) for f in found])
                 samples.setdefault(prefix + metric, []).append(value)
@@ -316,8 +314,8 @@ def judge_blocks(tables: list[CrossTable], estimator: Estimator) -> dict[str, li
     """Raw samples of the whole update, one per rollout batch, in each block of parameters alone."""
     samples: dict[str, list[float | None]] = {}
     for block in ordered_blocks(list(tables[0].grams)) if len(tables[0].grams) > 1 else ():
-        for table in tables:
-            found = [similarity(table, plan, block=block) for plan in estimator.plans]
+        for number, table in enumerate(tables):
+            found = [similarity(table, plan, block=block) for plan in estimator.plans_of(number)]
             for metric in METRICS:
                 value = mean_of_draws([getattr(f, metric) for f in found])
                 samples.setdefault(f"block.{block}.{metric}", []).append(value)
@@ -345,11 +343,9 @@ def table_arrays(table: CrossTable) -> Arrays:
     }
 
 
-def table_from(
-    arrays: Arrays, steps: int, past: int | None, future: int | None, predicted: Sequence[tuple[int, ...]]
-) -> CrossTable:
-    """The table that `table_arrays` was made of."""
-    pairs = reachable_pairs(steps, past, future)
+def table_from(arrays: Arrays, steps: int, predicted: Sequence[tuple[int, ...]]) -> CrossTable:
+    """The table, of every pair, that `table_arrays` was made of."""
+    pairs = reachable_pairs(steps)
     size = len(pairs) + arrays["combine"].shape[1]
     grams = {}
     for block, triangle in zip(arrays["blocks"].tolist(), arrays["grams"], strict=True):
@@ -366,14 +362,6 @@ def _accuracy(tables: list[CrossTable]) -> dict[str, Any]:
     if dimension is None:
         return {"inner_products": "exact"}
     return {"inner_products": "projected", "dimension": dimension, "error_95": inner_product_error(dimension)}
-
-
-def _within_reach(table: CrossTable, estimator: Estimator) -> bool:
-    try:
-        table.vector(estimator.plans[0])
-    except ValueError:
-        return False
-    return True
 
 
 def _similarity_of(estimate: torch.Tensor, exact: torch.Tensor) -> Similarity:

@@ -54,7 +54,8 @@ class KnotSearch:
             for table, exact_gram, norm in zip(self.tables, self.exact_gram, self.exact_norm, strict=True):
                 own = float(vector @ table.gram @ vector) ** 0.5
                 cosines.append(float(vector @ exact_gram) / (own * norm) if own * norm > 0 else 0.0)
-            self._known[key] = float(np.mean(cosines))
+            # to ten decimals: which of two equal choices is taken must not hang on the last bit
+            self._known[key] = round(float(np.mean(cosines)), 10)
         return self._known[key]
 
     def search(self) -> dict[int, tuple[int, ...]]:

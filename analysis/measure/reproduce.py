@@ -19,9 +19,6 @@ from jagg_core.checks import require_at_least
 from jagg_core.environment import command_line
 from jagg_core.records import Cell, Record, recorded
 
-PAST, FUTURE = 10, 4
-"""Reach of the tables' pairs: enough for what is compared here, at half the price of all."""
-
 OUTPUTS = (
     "record.json",
     "speed-*.json",
@@ -51,8 +48,7 @@ class Reproduce(Study):
     """
 
     etas: tuple[float, ...] = (0.7, 0.3)
-    calibration_batches: tuple[int, ...] = (4, 2)
-    evaluation_batches: tuple[int, ...] = (4, 2)
+    calibration_batches: tuple[int, ...] = (3, 2)
     leak_batches: int = 8
     speed_backbones: tuple[str, ...] = ("digits-flux",)
     speed_rounds: int = 7
@@ -66,11 +62,6 @@ class Reproduce(Study):
         if self.speed_window > self.steps:
             raise ValueError(f"speed_window must be at most the {self.steps} trained steps, found {self.speed_window}")
         super().__post_init__()
-
-    @property
-    def reach(self) -> tuple[int | None, int | None]:
-        """See `Study`."""
-        return PAST, FUTURE
 
 
 def run(settings: Reproduce, out: Path) -> Record:

@@ -70,6 +70,7 @@ def side_by_side(eta: float, sigmas: Tensor, made_with: Mapping[str, str]) -> li
         for passes in COMPARED_PASSES:
             held_out = found["plans"]["causal"].get(str(passes), {}).get("held_out_cosine") or {}
             row |= _columns(f"causal_{passes}", *(held_out.get(key) for key in ("value", "low", "high")))
+            row["n"] = held_out.get("n")
         row["recommended"] = {target: one.get("passes") for target, one in found.get("recommended", {}).items()}
         rows.append(row)
     return rows

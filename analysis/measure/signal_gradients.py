@@ -59,9 +59,11 @@ def contenders(sigmas: Tensor, windows: Sequence[int], knots: Knots) -> list[Est
     return found + estimators.predicted(sigmas, knots, SIDE_PASSES)
 
 
-def suspects(chosen: Sequence[Estimator], windows: Sequence[int]) -> list[Estimator]:
-    """Those whose bias is looked for under every centring: one of each kind at two prices."""
-    names = ["exact", *(f"jagg-w{window}-f1" for window in windows[:2])]
+def suspects(chosen: Sequence[Estimator], sigmas: Tensor, windows: Sequence[int], jagg_frac: float) -> list[Estimator]:
+    """Those whose bias is looked for under every centring: one of each kind at two prices, and the paper's recipe."""
+    steps = sigmas.shape[-1]
+    names = ["exact", *(estimators.grouped_name(steps, "jagg", window, 1.0) for window in windows[:2])]
+    names.append(estimators.grouped_name(steps, "jagg", windows[0], jagg_frac))
     names += [f"{family}-{k}" for family in ("causal", "spline") for k in SIDE_PASSES]
     return [e for e in chosen if e.name in names]
 

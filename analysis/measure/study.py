@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from analysis.measure.cross_table import SpaceName
 from analysis.measure.rollouts import Recipe
 from analysis.measure.spaces import DIMENSION
+from analysis.statistics.intervals import CLAIM_BATCHES
 from jagg_core.backbones import read_options
 from jagg_core.checks import require_at_least, require_one_of
 from jagg_core.grpo import PRESETS
@@ -29,7 +30,7 @@ class Study:
         reward: by name, a weighted sum such as classifier+10*ink, or your own as module:function.
         reward_options: option=value of its loader.
         calibration_batches: rollout batches on which knots are searched, eta by eta, the last number for all further.
-        evaluation_batches: other batches, on which plans are judged, likewise.
+        evaluation_batches: other batches, on which plans are judged, likewise; below 8 nothing is claimed.
         predicted_passes: of the causal plans that are tried on predicted knots too.
         device: such as cpu, cuda or cuda:1.
         dtype: the network computes in: float32, bfloat16, float16 or float64.
@@ -37,6 +38,7 @@ class Study:
             and 1 on a GPU. Numbers depend on it in rounding only.
         space: whole gradients ("exact") or random projections of them ("projected"); "auto" takes what fits memory.
         dimension: of the projections.
+        quick: a smoke run: every part, few rollouts; no number of it is for use.
         preset: of the trainer whose rollouts these are (dancegrpo, flow-grpo, flow-grpo-fast, mixgrpo); flags given
             beside it come first. None: those of the other flags.
 
@@ -53,13 +55,14 @@ class Study:
     reward: str = "classifier"
     reward_options: tuple[str, ...] = ()
     calibration_batches: tuple[int, ...] = (4,)
-    evaluation_batches: tuple[int, ...] = (4,)
+    evaluation_batches: tuple[int, ...] = (CLAIM_BATCHES,)
     predicted_passes: tuple[int, ...] = (8, 5)
     device: str = "cpu"
     dtype: str = "float32"
     workers: int = 0
     space: SpaceName = "auto"
     dimension: int = DIMENSION
+    quick: bool = False
     preset: str = ""
     recipe: Recipe = field(default_factory=Recipe)
 
@@ -79,11 +82,9 @@ class Study:
             self.recipe.kernel(eta)
         if not self.windows or len(set(self.windows)) != len(self.windows):
             raise ValueError(f"windows must be different, at least one, found {list(self.windows)}")
-        future = self.reach[1]
-        longest = self.steps if future is None else min(self.steps, future + 1)
         for window in self.windows:
-            if not 2 <= window <= longest:
-                raise ValueError(f"windows must lie between 2 and {longest}, found {window}")
+            if not 2 <= window <= self.steps:
+                raise ValueError(f"windows must lie between 2 and {self.steps}, found {window}")
             groups_of(self.steps, window)
         if not 0 < self.threshold < 1:
             raise ValueError(f"threshold must be between 0 and 1, found {self.threshold}")
@@ -99,11 +100,6 @@ class Study:
     def loading(self) -> dict[str, object]:
         """``backbone_options`` (``option=value``) as arguments of `load_backbone`."""
         return read_options(self.backbone, self.backbone_options)
-
-    @property
-    def reach(self) -> tuple[int | None, int | None]:
-        """Pairs that tables hold: a knot at most so many steps before, or after, the step it serves. None: all."""
-        return None, None
 
     @property
     def steps(self) -> int:

@@ -34,6 +34,12 @@ STYLES: dict[str, tuple[str, str, str]] = {
 }
 """Colour, marker and line of each family."""
 
+PARETO_LABELS = {
+    "jagg": "JAGG (paper), best of every W and fraction",
+    "spline": "linear weights, searched knots (spline)",
+    "causal": "causal, searched knots",
+}
+
 ARM_LABELS = {
     "exact-again": "exact, timed again (noise floor)",
     "exact-bare": "exact, bare model calls",
@@ -129,7 +135,7 @@ def pareto_front(table: pd.DataFrame, paper: str) -> Figure:
             for family in ("jagg", "spline", "causal"):
                 data = part[part["best"] & (part["family"] == family)].sort_values("passes")
                 colour, marker, line = STYLES[family]
-                label = "JAGG (paper), best W and fraction" if family == "jagg" else f"{family}, calibrated knots"
+                label = PARETO_LABELS[family]
                 loss = 1 - data["cosine"]
                 axes.semilogy(
                     data["passes"], loss, color=colour, marker=marker, linestyle=line, markersize=4, label=label
@@ -246,22 +252,21 @@ def block_heat_map(table: pd.DataFrame) -> Figure:
 
 
 def leak_bars(table: pd.DataFrame) -> Figure:
-    """Squared mean gradient over its noise with advantages 1; 1 is no leak. What looks ahead is dark and hatched."""
+    """Squared mean gradient over a batch's noise at advantage 1; 0: no leak. What looks ahead is dark and hatched."""
     with style():
         figure = Figure(figsize=(7.2, 0.3 * len(table) + 1.0), layout="constrained")
         axes = figure.subplots()
         part = table.iloc[::-1].reset_index(drop=True)
         for row in part.itertuples():
             colour, hatch, edge = ("#c0392b", "//", "white") if row.anticipating else ("#a9dfbf", "", "black")
-            axes.barh(row.Index, row.ratio, color=colour, hatch=hatch, edgecolor=edge, linewidth=0.6)
-            # beside the line at 1, not under it
-            axes.text(
-                max(row.ratio, 1), row.Index, f" {row.ratio:.2f} (p = {row.p_value:.3f})", va="center", fontsize=8
-            )
-        axes.axvline(1, color="black", linewidth=0.8)
-        axes.set_xlim(0, 1.3 * max(part["ratio"].max(), 1))  # with room for the numbers
+            axes.barh(row.Index, row.share, color=colour, hatch=hatch, edgecolor=edge, linewidth=0.6)
+            axes.plot([row.share_low, row.share_high], [row.Index] * 2, color="black", linewidth=0.8)
+            text = f" {row.share:.2f} ({row.p_text})"
+            axes.text(max(row.share_high, 0), row.Index, text, va="center", fontsize=8)
+        axes.axvline(0, color="black", linewidth=0.8)
+        axes.set_xlim(min(part["share_low"].min(), 0), 1.4 * max(part["share_high"].max(), 0.1))  # room for the numbers
         axes.set_yticks(part.index, list(part["label"]))
-        axes.set_xlabel("squared mean gradient / its noise (1: no leak; hatched: looks ahead)")
+        axes.set_xlabel(f"|mu|^2 / V, n = {part['n'].max()} batches (0: no leak; hatched: looks ahead)")
         axes.grid(axis="y", visible=False)
     return figure
 

@@ -60,6 +60,12 @@ def write_report(run: Path) -> tuple[Path, dict[str, pd.DataFrame], list[str]]:
         return _write(run, record)
 
 
+def named_folder(record: Record, run: Path) -> Path:
+    """The run folder as the command that made the record names it, so that lines of the page run where that one did."""
+    command = list(record.command)
+    return Path(command[command.index("--out") + 1]) if "--out" in command[:-1] else run
+
+
 def _write(run: Path, record: Record) -> tuple[Path, dict[str, pd.DataFrame], list[str]]:
     if record.kind == "cost":
         return write_cost_report(run, record)
@@ -74,6 +80,7 @@ def _write(run: Path, record: Record) -> tuple[Path, dict[str, pd.DataFrame], li
     pictures = write_tables_and_figures(run, frames, make_figures(record, frames))
     shown, said = printable(frames), findings(record, frames)
     said += [f"Speed, one group on {one.backbone}: {warning}." for one in speeds for warning in noise_findings(one)]
+    folder = named_folder(record, run)
     lines: list[str] = []
     on_page: list[str] = []
     for eta in record.settings["etas"]:
@@ -82,8 +89,7 @@ def _write(run: Path, record: Record) -> tuple[Path, dict[str, pd.DataFrame], li
             found = calibration(record, eta, frames)
             write_json(file, found)
             lines += lines_to_paste(record, eta, found["recommended"], file)
-            # the page is the same in every folder; the file lies beside it
-            on_page += lines_to_paste(record, eta, found["recommended"], Path(file.name))
+            on_page += lines_to_paste(record, eta, found["recommended"], folder / file.name)
     samples = run / "samples.png"
     page = render(
         "report.html",

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from analysis.statistics.intervals import DRAWS, Interval
+from analysis.statistics.intervals import DRAWS, Interval, percentile_interval
 
 
 def leading_share(cosines: np.ndarray, threshold: float) -> np.ndarray:
@@ -31,5 +31,4 @@ def calibrated_frac(groups: Sequence[Sequence[float | None]], threshold: float, 
     if len(cosines) < 2:
         return Interval(value, None, None, len(cosines))
     index = np.random.default_rng(seed).integers(len(cosines), size=(DRAWS, len(cosines)))
-    low, high = np.quantile(leading_share(cosines[index], threshold), [0.025, 0.975], method="nearest")
-    return Interval(value, float(low), float(high), len(cosines))
+    return percentile_interval(value, leading_share(cosines[index], threshold), len(cosines))

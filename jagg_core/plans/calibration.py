@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 
 import torch
@@ -24,7 +25,8 @@ def read_plan(
 
     ``family``: ``"causal"`` or ``"spline"``. ``predict``: for causal plans alone, see `causal_plan`.
     ``trajectory``: a rollout that the plan will be used on. With it, a calibration of another schedule, kernel,
-    timestep mode, guidance or backbone is refused here; without it, another schedule is refused by the engine.
+    timestep mode, guidance or backbone is refused here; without it, another schedule is refused by the engine. A
+    calibration that was made with ``--quick`` is read with a warning.
 
     Raises:
         RecordError: not a calibration file, or a damaged one.
@@ -46,6 +48,8 @@ def read_plan(
         raise ValueError(f"family must be one of {sorted(plans)}, found {family!r}")
     if str(passes) not in plans[family]:
         raise ValueError(f"passes must be one of {sorted(map(int, plans[family]))}, found {passes}")
+    if data.get("quick"):
+        warnings.warn(f"{path}: of a quick run, not for use; calibrate without --quick", stacklevel=3)
     if trajectory is not None:
         trajectory.require(sigmas=sigmas)
         ours = {"transition": repr(trajectory.transition), "timestep_mode": trajectory.timestep_mode}

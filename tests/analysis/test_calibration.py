@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from analysis.measure.similarity import METRICS
-from analysis.report.fidelity.recommendation import calibration, lines_to_paste, recommend
+from analysis.report.fidelity.recommendation import calibration, fewest_passes, lines_to_paste, recommend
+from analysis.statistics.intervals import mean_interval
 from jagg_core import DanceSDE, Plan, ReplayMismatch, Trajectory, causal_plan, dance_schedule, rollout
 from jagg_core.grpo.command import configure
 from jagg_core.records import Cell, Record, RecordError, write_json
@@ -35,9 +36,10 @@ def trajectory_of(steps: int = 10, eta: float = 0.7) -> Trajectory:
 
 def judged(name: str, family: str, passes: int, cosines: list[float], **settings: object) -> Cell:
     about = {"eta": 0.7, "estimator": name, "label": name, "family": family, "passes": passes, "anticipating": False}
+    cosines = [cosine for cosine in cosines for _ in range(3)]
     samples = {metric: cosines for metric in METRICS}
     if "window" in settings:
-        samples |= {f"w3.group{g}.{m}": [0.9 + 0.01 * g] * 3 for g in range(3) for m in METRICS}
+        samples |= {f"w3.group{g}.{m}": [0.9 + 0.01 * g] * 9 for g in range(3) for m in METRICS}
     return Cell(f"eta=0.7/{name}", settings={**about, "headline": "window" in settings, **settings}, samples=samples)
 
 
@@ -103,7 +105,7 @@ def test_a_plan_with_predicted_knots_comes_back(path: Path) -> None:
 def test_how_the_fraction_depends_on_the_threshold(record: Record) -> None:
     """Cosines of the three groups are 0.90, 0.91 and 0.92."""
     spoilt = record.cell("eta=0.7/jagg-w3-f1").samples
-    spoilt["w3.group2.cosine"] = [0.86] * 3
+    spoilt["w3.group2.cosine"] = [0.86] * 9
     window = calibration(record, 0.7)["windows"]["3"]
     assert window["jagg_frac"] == pytest.approx(2 / 3)
     assert window["jagg_frac_ci"] == pytest.approx([2 / 3, 2 / 3])
@@ -173,15 +175,59 @@ def test_recommendation_takes_the_fewest_passes_whose_lower_end_reaches(record: 
     low = recommend(record, 0.7, 0.94)
     assert low is not None
     assert "with 2 of 9 passes, knots [0, 5]" in low
-    assert low.endswith("; the paper's rule needs 6 (jagg-w3-f1), judged at W = 3.")
+    bound = mean_interval(record.cell("eta=0.7/jagg-w3-f1").samples["cosine"], "cosine").low
+    paper = f"the paper's rule needs 6 (jagg-w3-f1: 95 % lower bound {bound:.4f}, n = 9), judged at W = 3."
+    assert low.endswith(paper)
+    bound = mean_interval(record.cell("eta=0.7/causal-2").samples["cosine"], "cosine").low
+    assert f"0.9600, 95 % lower bound {bound:.4f}, n = 9; " in low
     high = recommend(record, 0.7, 0.985)
     assert high is not None
     assert "with 4 of 9 passes" in high
     assert high.endswith("; the paper's rule does not reach it, judged at W = 3.")
     none = recommend(record, 0.7, 0.999)
     assert none is not None
-    assert "no causal plan" in none
+    assert none.endswith("no causal plan that was judged reaches it (n = 9 batches).")
     assert recommend(record, 0.3, 0.9) is None
+
+
+def test_a_sequence_of_tests_ends_at_the_first_that_fails(record: Record) -> None:
+    """A plan with fewer passes that happens to be above is not looked for behind one that is not."""
+    record.cells.append(judged("causal-3", "causal", 3, [0.90, 0.91, 0.92], knots=[0, 4, 8]))
+    best = fewest_passes(record, 0.7, 0.94, ("causal",))
+    assert best is not None
+    assert best.settings["passes"] == 4
+
+
+def test_plans_with_equally_many_passes_share_the_error_of_a_test(record: Record) -> None:
+    alone = mean_interval(record.cell("eta=0.7/jagg-w3-f1").samples["cosine"], "cosine").low
+    assert alone is not None
+    assert fewest_passes(record, 0.7, alone - 1e-9, ("jagg",)) is not None
+    for number in range(5):
+        record.cells.append(judged(f"jagg-{number}", "jagg", 6, [0.5, 0.6, 0.7], window=3, jagg_frac=1.0))
+    assert fewest_passes(record, 0.7, alone - 1e-9, ("jagg",)) is None
+
+
+def test_too_few_batches_are_no_claim(record: Record) -> None:
+    for cell in record.cells:
+        cell.samples = {name: samples[:7] for name, samples in cell.samples.items()}
+    assert recommend(record, 0.7, 0.5) == (
+        "eta 0.7, cosine of at least 0.5: no claim, n = 7 batches; at least 8 are needed."
+    )
+    assert list(calibration(record, 0.7)["recommended"]["cosine >= 0.97"]) == ["text"]
+
+
+def test_a_quick_calibration_warns_where_it_is_used(record: Record, tmp_path: Path) -> None:
+    record.settings["quick"] = True
+    write_json(tmp_path / "c.json", calibration(record, 0.7))
+    with pytest.warns(UserWarning, match="of a quick run, not for use"):
+        Plan.from_calibration(tmp_path / "c.json", passes=4)
+
+
+def test_measured_numbers_have_the_digits_that_are_stable(record: Record) -> None:
+    record.cell("eta=0.7/causal-4").samples["cosine"] = [0.99 + 1e-9 * k for k in range(9)]
+    data = calibration(record, 0.7)
+    assert data["plans"]["causal"]["4"]["held_out_cosine"]["value"] == 0.99
+    assert data["schedule"] == record.schedule, "settings are not rounded"
 
 
 def test_without_a_window_of_the_paper_nothing_is_said_of_its_rule(record: Record) -> None:

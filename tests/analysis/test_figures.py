@@ -234,19 +234,20 @@ def test_arms_have_names_for_people(name: str, label: str) -> None:
 
 def test_bars_of_the_leak_start_at_zero_and_can_be_told_apart_in_grey() -> None:
     rows = [
-        {"label": "causal", "ratio": 0.9, "p_value": 0.875, "anticipating": False},
-        {"label": "jagg", "ratio": 16.4, "p_value": 0.008, "anticipating": True},
+        {"label": "causal", "share": 0.1, "p_text": "p = 0.88", "anticipating": False, "n": 8},
+        {"label": "jagg", "share": 2.0, "p_text": "p <= 0.0078", "anticipating": True, "n": 8},
     ]
-    figure = figures.leak_bars(pd.DataFrame(rows))
+    table = pd.DataFrame(rows)
+    figure = figures.leak_bars(table.assign(share_low=table["share"] / 2, share_high=table["share"] * 2))
     figure.draw_without_rendering()
     [axes] = figure.axes
     assert axes.get_xscale() == "linear"
     assert axes.get_xlim()[0] == 0
     bars = {bar.get_width(): bar for bar in axes.patches}  # type: ignore[attr-defined]
-    assert set(bars) == {0.9, 16.4}
+    assert set(bars) == {0.1, 2.0}
     assert {bar.get_x() for bar in bars.values()} == {0}
     grey = {width: float(np.dot(bar.get_facecolor()[:3], (0.2126, 0.7152, 0.0722))) for width, bar in bars.items()}
-    assert grey[0.9] - grey[16.4] > 0.4
-    assert (bars[0.9].get_hatch(), bars[16.4].get_hatch()) == ("", "//")
+    assert grey[0.1] - grey[2.0] > 0.4
+    assert (bars[0.1].get_hatch(), bars[2.0].get_hatch()) == ("", "//")
     room = axes.get_window_extent().x1
     assert all(text.get_window_extent().x1 <= room for text in axes.texts)

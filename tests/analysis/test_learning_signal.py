@@ -8,7 +8,7 @@ from dataclasses import fields
 import numpy as np
 import pytest
 
-from analysis.statistics.intervals import DRAWS, Interval, bootstrap
+from analysis.statistics.intervals import DRAWS, Interval, mean_interval
 from analysis.statistics.learning_signal import (
     Moments,
     Products,
@@ -177,15 +177,15 @@ def test_signal_without_a_norm_is_undefined() -> None:
 def test_the_difference_is_paired() -> None:
     exact, estimate = gradients(9, 2)
     estimate[4] = 0
-    found = paired_difference(products_of(exact, estimate), 3)
+    found = paired_difference(products_of(exact, estimate))
     mine, theirs = signal_samples(products_of(exact, estimate)), signal_samples(products_of(exact, exact))
     pairs = zip(mine, theirs, strict=True)
-    expected = bootstrap([e - g for e, g in pairs if e is not None and g is not None], 3)
+    expected = mean_interval([e - g for e, g in pairs if e is not None and g is not None])
     assert found == expected
     assert found.n == 8
     assert found.value is not None
     assert found.value < 0
-    assert paired_difference(products_of(exact, exact), 0) == Interval(0, 0, 0, 9)
+    assert paired_difference(products_of(exact, exact)) == Interval(0, 0, 0, 9)
 
 
 # Moments
@@ -361,7 +361,7 @@ def test_without_a_signal_loss_and_bias_are_undefined() -> None:
 def test_zero_gradients_are_undefined() -> None:
     products = products_of(np.zeros((4, 3)), np.zeros((4, 3)))
     assert signal_samples(products) == [None] * 4
-    assert paired_difference(products, 0) == Interval(None, None, None, 0)
+    assert paired_difference(products) == Interval(None, None, None, 0)
     assert signal_loss(products, 1) == bias_interval(products) == Interval(None, None, None, 4)
 
 

@@ -21,6 +21,8 @@ from jagg_core.grpo.command import configure
 from jagg_core.records import Record, read_json
 from tests.backbones.stub import STUB
 
+pytestmark = pytest.mark.filterwarnings("ignore:.*of a quick run")
+
 PRESET = "dancegrpo"
 
 

@@ -13,7 +13,7 @@ from analysis.report import figures
 from analysis.report.fidelity import tables
 from analysis.report.fidelity.printable import interval_text, printable
 from analysis.report.fidelity.sentences import findings
-from analysis.report.write import write_report
+from analysis.report.write import named_folder, write_report
 from jagg_core.records import Cell, Record, RecordError
 
 
@@ -22,7 +22,7 @@ def record_of(*cells: Cell, **changes: Any) -> Record:
         "kind": "reproduce",
         "command": ["python", "-m", "analysis"],
         "backbone": "stub",
-        "settings": {"windows": [3], "etas": [0.7], "jagg_frac": 0.6, "threshold": 0.9},
+        "settings": {"windows": [3], "etas": [0.7], "jagg_frac": 0.5, "threshold": 0.9},
         "seeds": {},
         "schedule": [1.0, 0.9, 0.8, 0.6, 0.4, 0.2],
         "environment": {},
@@ -135,7 +135,7 @@ def test_the_engine_is_compared_with_its_bare_calls() -> None:
 def test_where_causal_is_below_is_said_once() -> None:
     record = record_of(
         judged("jagg-w3-f1", "jagg", 4, [0.9, 0.9]),
-        judged("jagg-w3-f0.6", "jagg", 4, [0.9, 0.9]),  # another fraction, the same plan
+        judged("jagg-w3-f0.5", "jagg", 4, [0.9, 0.9]),  # another fraction, the same plan
         judged("causal-4", "causal", 4, [0.8, 0.8]),
     )
     said = findings(record, tables.all_tables(record, []))
@@ -144,7 +144,7 @@ def test_where_causal_is_below_is_said_once() -> None:
 
 def test_where_causal_is_nowhere_below() -> None:
     record = record_of(
-        judged("jagg-w3-f0.6", "jagg", 4, [0.9, 0.9]),
+        judged("jagg-w3-f0.5", "jagg", 4, [0.9, 0.9]),
         judged("causal-4", "causal", 4, [0.9, 0.9]),
     )
     said = findings(record, tables.all_tables(record, []))
@@ -178,12 +178,32 @@ def test_windows_of_the_paper_s_rule_are_named(windows: tuple[int, ...], text: s
 
 def test_the_best_window_is_of_those_that_are_named() -> None:
     record = record_of(
-        judged("jagg-w3-f0.6", "jagg", 4, [0.9, 0.9]),
+        judged("jagg-w3-f0.5", "jagg", 4, [0.9, 0.9]),
         judged("causal-4", "causal", 4, [0.9, 0.9]),
     )
     said = findings(record, tables.all_tables(record, []))
     where = "against the paper's rule with its best fraction and window of W = 3 at the same number of passes"
     assert [text for text in said if where in text]
+
+
+def test_the_lines_of_the_page_name_the_run_as_its_command_did() -> None:
+    command = ["python", "-m", "analysis", "calibrate", "--out", "results/mine"]
+    assert named_folder(record_of(command=command), Path("/elsewhere")) == Path("results/mine")
+    assert named_folder(record_of(command=command[:4]), Path("results/stub")) == Path("results/stub")
+
+
+def test_a_quick_run_says_so_first() -> None:
+    record = record_of(judged("causal-4", "causal", 4, [0.9] * 8))
+    record.settings["quick"] = True
+    assert findings(record, tables.all_tables(record, []))[0].startswith("Quick run, not for use")
+
+
+def test_every_printed_table_of_intervals_has_its_number() -> None:
+    record = record_of(judged("jagg-w3-f1", "jagg", 4, [0.9] * 8), judged("causal-4", "causal", 4, [0.9] * 7 + [None]))
+    shown = printable(tables.all_tables(record, []))
+    assert sorted(shown["whole_update"]["n"]) == [7, 8]
+    assert sorted(set(shown["per_group"]["n"])) == ["7", "8"]
+    assert (shown["routing"]["n"] == 8).all()
 
 
 def test_nothing_measured_is_nothing_said() -> None:
@@ -198,12 +218,12 @@ def test_nothing_measured_is_nothing_said() -> None:
 def test_exact_plans_do_not_stretch_the_logarithmic_axis() -> None:
     cells = [
         judged("jagg-w3-f1", "jagg", 6, [1.0, 1.0 - 1e-16]),
-        judged("jagg-w3-f0.6", "jagg", 6, [1.0, 1.0]),
+        judged("jagg-w3-f0.5", "jagg", 6, [1.0, 1.0]),
         judged("causal-6", "causal", 6, [1.0, 1.0]),
     ]
     for more in ([], [judged("causal-4", "causal", 4, [0.98, 0.99])]):
         table = tables.pareto(record_of(*cells, *more))
-        figure = figures.pareto_front(table, "jagg-w3-f0.6")
+        figure = figures.pareto_front(table, "jagg-w3-f0.5")
         [axes] = figure.axes
         figure.draw_without_rendering()
         assert axes.get_yscale() == "log"

@@ -22,9 +22,11 @@ from analysis.measure import estimators, gradients, job, reproduce, shipped
 from analysis.measure.job import NotReproducible
 from analysis.measure.reproduce import Reproduce, run
 from analysis.measure.rollouts import Recipe
+from analysis.measure.similarity import SCALES
 from analysis.report.fidelity import tables
 from analysis.report.fidelity.printable import printable
 from analysis.report.write import write_report
+from analysis.statistics.intervals import mean_interval
 from jagg_core import Plan, dance_schedule
 from jagg_core.backbones import load_backbone
 from jagg_core.records import Record, plain, read_json, write_json
@@ -77,7 +79,7 @@ def test_every_cell_is_ok(folder: Path, record: Record) -> None:
     assert [(c.name, c.reason) for c in [*record.cells, *speed.cells] if c.status != "ok"] == []
     names = {c.name for c in record.cells}
     assert {f"eta=0.7/{part}" for part in ("floor", "knots", "evaluation", "cross", "leak")} | {"samples"} <= names
-    assert {f"eta=0.7/{e}" for e in ("jagg-w3-f1", "jagg-w3-f0.6", "endpoint-w3-f1", "causal-4", "spline-4")} <= names
+    assert {f"eta=0.7/{e}" for e in ("jagg-w3-f1", "endpoint-w3-f1", "causal-4", "spline-4")} <= names
     assert {f"eta=0.7/leak/{e}" for e in ("exact", "jagg-w3-f1", "causal-4", "subsample-4")} <= names
     assert {c.name for c in speed.cells} >= {"exact", "exact-bare", "paper-joint", "closed-form-batched"}
 
@@ -102,7 +104,7 @@ def test_calibration_and_evaluation_are_different_rollouts(record: Record) -> No
 
 def test_samples_are_raw_and_in_range(record: Record) -> None:
     judged = [c for c in record.cells if "headline" in c.settings]
-    assert len(judged) > 10
+    assert len(judged) >= 10
     for cell in judged:
         assert {len(values) for values in cell.samples.values()} == {2}
         for cosine in cell.samples["cosine"]:
@@ -168,8 +170,9 @@ def test_tables_are_means_of_the_samples(folder: Path, record: Record) -> None:
         samples = record.cell(f"eta=0.7/{row['estimator']}").samples
         for metric in ("cosine", "rel_error", "norm_ratio"):
             assert row[metric] == pytest.approx(np.mean(samples[metric]), rel=1e-5)  # type: ignore[arg-type]
-            low, high = row[f"{metric}_low"], row[f"{metric}_high"]
-            assert min(samples[metric]) - 1e-5 <= low <= high <= max(samples[metric]) + 1e-5  # type: ignore[type-var, operator]
+            expected = mean_interval(samples[metric], SCALES[metric])
+            assert row[f"{metric}_low"] == pytest.approx(expected.low, rel=1e-5)
+            assert row[f"{metric}_high"] == pytest.approx(expected.high, rel=1e-5)
         assert row["n"] == 2
     speed = pd.read_csv(folder / "tables" / "speed.csv")
     assert speed.loc[speed["arm"] == "exact", "speed_up"].tolist() == [1.0]

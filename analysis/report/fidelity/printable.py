@@ -21,6 +21,12 @@ def interval_text(row: Any, name: str, digits: int = 3) -> str:
     return text if pd.isna(low) else f"{text} [{low:.{digits}f}, {high:.{digits}f}]"
 
 
+def with_n(row: Any, name: str, digits: int = 3) -> str:
+    """``0.991 [0.988, 0.993], n = 8``."""
+    text = interval_text(row, name, digits)
+    return text if pd.isna(row[name]) else f"{text}, n = {int(row['n'])}"
+
+
 def printable(frames: dict[str, pd.DataFrame]) -> dict[str, pd.DataFrame]:
     """Short tables for people, by title key; the CSV files hold every column."""
     shown: dict[str, pd.DataFrame] = {}
@@ -32,6 +38,7 @@ def printable(frames: dict[str, pd.DataFrame]) -> dict[str, pd.DataFrame]:
                 "passes": whole["passes"],
                 "estimator": whole["label"],
                 "looks ahead": whole["anticipating"].map({True: "yes", False: "no"}),
+                "n": whole["n"],
                 "cosine": [interval_text(r, "cosine", 4) for _, r in whole.iterrows()],
                 "relative error": [interval_text(r, "rel_error") for _, r in whole.iterrows()],
                 "norm ratio": [interval_text(r, "norm_ratio") for _, r in whole.iterrows()],
@@ -39,9 +46,11 @@ def printable(frames: dict[str, pd.DataFrame]) -> dict[str, pd.DataFrame]:
         )
     groups = frames["per_group"]
     if len(groups):
+        shared = groups.groupby(["eta", "window", "estimator"])["n"]
         groups = groups.assign(text=[interval_text(r, "cosine") for _, r in groups.iterrows()])
+        groups = groups.assign(n=_spans(shared.transform("min"), shared.transform("max")))
         wide = groups.pivot_table(
-            index=["eta", "window", "passes", "label"], columns="group", values="text", aggfunc="first", sort=False
+            index=["eta", "window", "passes", "label", "n"], columns="group", values="text", aggfunc="first", sort=False
         )
         wide.columns = [f"group {c}" for c in wide.columns]
         wide = wide.reset_index().rename(columns={"label": "estimator", "window": "W"}).fillna("")
@@ -55,12 +64,15 @@ def printable(frames: dict[str, pd.DataFrame]) -> dict[str, pd.DataFrame]:
                 "threshold on the mean cosine": routing["threshold"],
                 "asked for": routing["asked_for"].map({True: "yes", False: ""}),
                 "jagg_frac": [interval_text(r, "jagg_frac", 2) for _, r in routing.iterrows()],
+                "n": routing["n"],
             }
         )
     blocks = frames["blocks"]
     if len(blocks):
+        shared = blocks.groupby(["eta", "estimator"])["n"]
         wide = blocks.assign(text=[interval_text(r, "cosine", 4) for _, r in blocks.iterrows()])
-        wide = wide.pivot_table(index=["eta", "passes", "label"], columns="block", values="text", aggfunc="first")
+        wide = wide.assign(n=_spans(shared.transform("min"), shared.transform("max")))
+        wide = wide.pivot_table(index=["eta", "passes", "label", "n"], columns="block", values="text", aggfunc="first")
         wide = wide[ordered_blocks(list(wide.columns))].reset_index().rename(columns={"label": "estimator"})
         shown["blocks"] = wide.sort_values(["eta", "passes"], ascending=False)
     floor = frames["floor"]
@@ -69,7 +81,7 @@ def printable(frames: dict[str, pd.DataFrame]) -> dict[str, pd.DataFrame]:
             {
                 "eta": floor["eta"].map("{:g}".format),
                 "the exact gradient computed": floor["computed"].map({"again": "again", "halves": "in half batches"}),
-                "1 - cosine": (1 - floor["cosine"]).map("{:.1e}".format),
+                "1 - cosine": floor["distance"].map("{:.1e}".format),
                 "relative error": floor["rel_error"].map("{:.1e}".format),
             }
         )
@@ -81,9 +93,9 @@ def printable(frames: dict[str, pd.DataFrame]) -> dict[str, pd.DataFrame]:
                 "estimator": leak["label"],
                 "passes": leak["passes"],
                 "looks ahead": leak["anticipating"].map({True: "yes", False: "no"}),
-                "squared mean / noise": leak["ratio"].map("{:.2f}".format),
-                "p value": leak["p_value"].map("{:.4f}".format),
-                "batches": leak["n"],
+                "|mu|^2 / V": [interval_text(r, "share") for _, r in leak.iterrows()],
+                "p value": leak["p_text"],
+                "n": leak["n"],
             }
         )
     compared = frames["side_by_side"]
@@ -95,6 +107,8 @@ def printable(frames: dict[str, pd.DataFrame]) -> dict[str, pd.DataFrame]:
         for passes in shipped.COMPARED_PASSES:
             name = f"causal_{passes}"
             columns[f"cosine of causal, {passes} passes"] = [interval_text(r, name) for _, r in compared.iterrows()]
+        if "n" in compared:
+            columns["n"] = compared["n"].map(_whole)
         columns |= {name: compared[name].map(_whole) for name in compared.columns if name.startswith("passes for ")}
         shown["side_by_side"] = pd.DataFrame(columns)
     speed = frames["speed"]
@@ -109,6 +123,7 @@ def printable(frames: dict[str, pd.DataFrame]) -> dict[str, pd.DataFrame]:
                 "arm": speed["arm"].map(figures.arm_label),
                 **milliseconds,
                 "speed-up": [interval_text(r, "speed_up", 2) for _, r in speed.iterrows()],
+                "n (rounds)": speed["n"],
             }
         )
     if len(frames["failures"]):
@@ -126,6 +141,7 @@ def _printable_signal(frames: dict[str, pd.DataFrame]) -> dict[str, pd.DataFrame
                 "passes": signal["passes"],
                 "estimator": signal["label"],
                 "looks ahead": signal["anticipating"].map({True: "yes", False: "no"}),
+                "n": signal["n"],
                 "signal": [interval_text(r, "signal") for _, r in signal.iterrows()],
                 "difference to exact": [interval_text(r, "difference", 4) for _, r in signal.iterrows()],
                 "loss in the update": [interval_text(r, "loss") for _, r in signal.iterrows()],
@@ -150,9 +166,9 @@ def _printable_signal(frames: dict[str, pd.DataFrame]) -> dict[str, pd.DataFrame
     centring = frames.get("centring", pd.DataFrame())
     if len(centring):
         text = [
-            f"leak {r['leak']:.2f} (p = {r['p_value']:.4f})"
+            f"{interval_text(r, 'share')} ({r['p_text']}), n = {r['n']}"
             if r["centring"] == "ones"
-            else ("" if r["estimator"] == "exact" else f"{interval_text(r, 'bias2')}; {interval_text(r, 'difference')}")
+            else ("" if r["estimator"] == "exact" else f"{interval_text(r, 'bias2')}; {with_n(r, 'difference')}")
             for _, r in centring.iterrows()
         ]
         wide = centring.assign(text=text).pivot_table(
@@ -175,6 +191,7 @@ def _printable_pairs(pairs: pd.DataFrame) -> pd.DataFrame:
             "beside": told["beside"],
             "its passes": told["beside_passes"],
             "difference in share kept": [interval_text(r, "difference") for _, r in told.iterrows()],
+            "n": told["n"],
             "the plan": told["verdict"],
             "samples": told["samples"],
             "more samples to tell": told["more_samples"].map(_whole),
@@ -192,6 +209,11 @@ def _printable_pairs(pairs: pd.DataFrame) -> pd.DataFrame:
         for (eta, samples), own in pairs[undefined].groupby(["eta", "samples"], sort=False)
     ]
     return pd.DataFrame([*shown.to_dict("records"), *merged]) if merged else shown
+
+
+def _spans(fewest: pd.Series, most: pd.Series) -> list[str]:
+    """``8``, or ``6 to 8`` where some batches are undefined."""
+    return [f"{a}" if a == b else f"{a} to {b}" for a, b in zip(fewest, most, strict=True)]
 
 
 def _whole(value: float) -> str:

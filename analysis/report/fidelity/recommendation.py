@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shlex
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -15,8 +16,9 @@ from analysis.measure.knot_search import PLANS
 from analysis.measure.rollouts import USUAL
 from analysis.measure.signal_gradients import PER_PROMPT
 from analysis.report.digits import rounded
+from analysis.report.fidelity.signal_tables import TOO_FEW
 from analysis.report.fidelity.tables import per_group, routing, windows_of_paper
-from analysis.statistics.intervals import bootstrap
+from analysis.statistics.intervals import CLAIM_BATCHES, mean_interval
 from jagg_core.plans import groups_of
 from jagg_core.records import SCHEMA_VERSION, Cell, Record
 
@@ -61,6 +63,7 @@ def calibration(record: Record, eta: float, frames: Frames | None = None) -> dic
     return {
         "kind": "calibration",
         "schema_version": SCHEMA_VERSION,
+        "quick": record.settings.get("quick", False),
         "backbone": record.backbone,
         "signature": knots.values["signature"],
         "transition": knots.values["transition"],
@@ -184,29 +187,67 @@ def lines_to_paste(record: Record, eta: float, found: Mapping[str, Any], file: P
 
 
 def fewest_passes(record: Record, eta: float, target: float, families: tuple[str, ...]) -> Cell | None:
-    """The judged plan of ``families`` with the fewest passes whose held-out cosine is surely at least ``target``."""
+    """The plan of ``families`` with the fewest passes whose mean cosine is at least ``target`` by its lower bound.
+
+    Each family is a sequence of tests from many passes to few that ends at the first one that fails, so that looking at
+    many plans needs no correction; plans with equally many passes share the error of one test. A test is one-sided at
+    2.5 %: two families together err in at most 5 %. With fewer than 8 batches nothing is claimed.
+    """
     reached = []
+    for family in families:
+        last = None
+        for cells in _by_passes(record, eta, family):
+            best = max(cells, key=lambda cell: (_bound(cell, len(cells)), _mean(cell)))
+            if _bound(best, len(cells)) < target:
+                break
+            last = best
+        if last is not None:
+            reached.append(last)
+    return min(reached, key=lambda cell: (cell.settings["passes"], -_mean(cell)), default=None)
+
+
+def _by_passes(record: Record, eta: float, family: str) -> list[list[Cell]]:
+    """Judged plans of a family, those with equally many passes together, many passes first."""
+    found: dict[int, list[Cell]] = {}
     for cell in record.cells:
-        if cell.status == "ok" and cell.settings.get("eta") == eta and "cosine" in cell.samples:
-            low = bootstrap(cell.samples["cosine"]).low
-            if cell.settings["family"] in families and low is not None and low >= target:
-                reached.append(cell)
-    return min(reached, key=lambda cell: cell.settings["passes"], default=None)
+        told = cell.settings.get("eta") == eta and cell.settings.get("family") == family
+        if cell.status == "ok" and told and "cosine" in cell.samples:
+            found.setdefault(cell.settings["passes"], []).append(cell)
+    return [found[passes] for passes in sorted(found, reverse=True)]
+
+
+def _bound(cell: Cell, plans: int) -> float:
+    """Lower bound of a plan's mean cosine, tested together with as many plans; minus infinity from too few batches."""
+    interval = mean_interval(cell.samples["cosine"], "cosine", 0.05 / plans)
+    return -math.inf if interval.low is None or interval.n < CLAIM_BATCHES else interval.low
+
+
+def _mean(cell: Cell) -> float:
+    return mean_interval(cell.samples["cosine"]).value or 0.0
+
+
+def _bound_text(record: Record, eta: float, cell: Cell) -> str:
+    """``95 % lower bound 0.9917, n = 8``, as it was tested."""
+    together = next(cells for cells in _by_passes(record, eta, cell.settings["family"]) if cell in cells)
+    n = mean_interval(cell.samples["cosine"]).n
+    return f"95 % lower bound {_bound(cell, len(together)):.4f}, n = {n}"
 
 
 def recommend(record: Record, eta: float, target: float) -> str | None:
-    """The fewest passes whose held-out cosine is surely at least ``target``, in words; None without judged plans."""
-    cells = [c for c in record.cells if c.status == "ok" and c.settings.get("eta") == eta]
-    if not any("cosine" in c.samples and c.settings["family"] in OURS for c in cells):
+    """The plan with the fewest passes that reaches a mean cosine, in words; None without judged plans."""
+    judged = [cell for family in OURS for cells in _by_passes(record, eta, family) for cell in cells]
+    if not judged:
         return None
+    where = f"eta {eta:g}, cosine of at least {target:g}: "
+    most = max(mean_interval(cell.samples["cosine"]).n for cell in judged)
+    if most < CLAIM_BATCHES:
+        return f"{where}no claim, n = {most} batches; at least {CLAIM_BATCHES} are needed."
     best = fewest_passes(record, eta, target, OURS)
     if best is None:
-        return f"eta {eta:g}: no causal plan that was judged keeps the cosine above {target:g}."
-    interval = bootstrap(best.samples["cosine"])
+        return f"{where}no causal plan that was judged reaches it (n = {most} batches)."
     text = (
-        f"eta {eta:g}, cosine surely above {target:g}: run the causal plan with {best.settings['passes']} of "
-        f"{len(record.schedule)} passes, {_knots_of(best)}: {interval.value:.4f} "
-        f"[{interval.low:.4f}, {interval.high:.4f}]"
+        f"{where}run the causal plan with {best.settings['passes']} of {len(record.schedule)} passes, "
+        f"{_knots_of(best)}: {_mean(best):.4f}, {_bound_text(record, eta, best)}"
     )
     windows = windows_of_paper(record, eta)
     if not windows:
@@ -215,12 +256,27 @@ def recommend(record: Record, eta: float, target: float) -> str | None:
     if paper is None:
         return text + f"; the paper's rule does not reach it, judged at {windows}."
     return (
-        text + f"; the paper's rule needs {paper.settings['passes']} ({paper.settings['label']}), judged at {windows}."
+        text + f"; the paper's rule needs {paper.settings['passes']} ({paper.settings['label']}: "
+        f"{_bound_text(record, eta, paper)}), judged at {windows}."
     )
 
 
+def fewest_kept(signal: pd.DataFrame, families: tuple[str, ...]) -> pd.Series | None:
+    """The row with the fewest passes that keeps the signal, each family tested from many passes to few."""
+    reached = []
+    for family in families:
+        for _, rows in sorted(
+            signal[signal["family"] == family].groupby("passes"), reverse=True, key=lambda one: one[0]
+        ):
+            kept = rows[rows["verdict"] == "kept"]
+            if not len(kept):
+                break
+            reached.append(kept.sort_values("loss").iloc[0])
+    return min(reached, key=lambda row: (row["passes"], row["loss"]), default=None)
+
+
 def recommend_signal(record: Record, signal: pd.DataFrame) -> tuple[str, str | None]:
-    """The fewest passes that surely lose no more signal than allowed, in words, and the estimator's name."""
+    """The fewest passes that lose no more signal than allowed, in words, and the estimator's name."""
     settings = record.settings
     eta, target = signal["eta"].iloc[0], settings["max_signal_loss"]
     where = (
@@ -231,8 +287,10 @@ def recommend_signal(record: Record, signal: pd.DataFrame) -> tuple[str, str | N
     if len(ours) and ours["loss"].isna().all():
         told = int(signal["samples"].iloc[0])
         return f"{where}the signal itself cannot be told from zero with {told} samples; take more of them.", None
-    kept = ours[ours["verdict"] == "kept"]
-    if not len(kept):
+    row = fewest_kept(signal, OURS)
+    if row is None and len(ours) and (ours["verdict"] == TOO_FEW).any():
+        return f"{where}no claim, n = {int(ours['n'].max())} batches; at least {CLAIM_BATCHES} are needed.", None
+    if row is None:
         open_ones = ours[ours["verdict"] == "cannot be told apart"].dropna(subset=["samples_to_tell"])
         if not len(open_ones):
             return f"{where}none of the causal plans that were measured.", None
@@ -242,23 +300,21 @@ def recommend_signal(record: Record, signal: pd.DataFrame) -> tuple[str, str | N
             f"of '{row['label']}' ({_percent(row)}).",
             None,
         )
-    row = kept.iloc[0]
     text = f"{where}run '{row['label']}', {row['passes']} of {len(record.schedule)} passes ({_percent(row)})"
-    others = signal[(signal["family"] == "jagg") & (signal["verdict"] == "kept")].sort_values("passes")
-    if len(others):
-        text += f"; the paper's rule needs {others['passes'].iloc[0]} ({others['label'].iloc[0]}), judged at "
+    paper = fewest_kept(signal, ("jagg",))
+    if paper is not None:
+        text += f"; the paper's rule needs {paper['passes']} ({paper['label']}: {_percent(paper)}), judged at "
         text += windows_of_paper(record, eta, PER_PROMPT)
-    rivals = signal[signal["family"].isin(["subsample", "window", "half"]) & (signal["verdict"] == "kept")]
-    if len(rivals):
-        best = rivals.sort_values("passes").iloc[0]
-        text += f"; of the rivals '{best['label']}' surely keeps it with {best['passes']} passes"
+    rival = fewest_kept(signal, ("subsample", "window", "half"))
+    if rival is not None:
+        text += f"; of the rivals '{rival['label']}' keeps it with {rival['passes']} passes ({_percent(rival)})"
     else:
-        text += "; none of the rivals that train on some steps only surely keeps it"
+        text += "; no method that trains on a subset of the steps is shown to keep it"
     return text + ".", str(row["estimator"])
 
 
 def _percent(row: pd.Series) -> str:
-    return f"loss {row['loss']:.1%} [{row['loss_low']:.1%}, {row['loss_high']:.1%}]"
+    return f"loss {row['loss']:.1%} [{row['loss_low']:.1%}, {row['loss_high']:.1%}], n = {int(row['n'])}"
 
 
 def _knots_of(cell: Cell) -> str:
@@ -276,7 +332,7 @@ def _plan_of(cell: Cell) -> dict[str, Any]:
 
 
 def _cosine(cell: Cell | None) -> dict[str, Any] | None:
-    return None if cell is None else asdict(bootstrap(cell.samples["cosine"]))
+    return None if cell is None else asdict(mean_interval(cell.samples["cosine"], "cosine"))
 
 
 def _loss(signal: pd.DataFrame, estimator: str) -> dict[str, Any] | None:

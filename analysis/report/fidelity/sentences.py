@@ -4,22 +4,27 @@ from __future__ import annotations
 
 import pandas as pd
 
+from analysis.measure.estimators import grouped_name
 from analysis.report import figures
-from analysis.report.fidelity.printable import interval_text
+from analysis.report.fidelity.printable import with_n
 from analysis.report.fidelity.recommendation import recommend, recommend_signal
-from analysis.report.fidelity.signal_tables import UNTOLD
+from analysis.report.fidelity.signal_tables import TOO_FEW, UNTOLD
 from analysis.report.fidelity.tables import windows_of_paper
 from jagg_core.records import Record
 
 
 def paper_estimator(record: Record) -> str:
     """Name of the paper's recipe in this record: its first window, routed by ``jagg_frac``."""
-    return f"jagg-w{record.settings['windows'][0]}-f{record.settings['jagg_frac']:g}"
+    settings = record.settings
+    return grouped_name(len(record.schedule), "jagg", settings["windows"][0], settings["jagg_frac"])
+
+
+QUICK = "Quick run, not for use: every part with few rollouts, no number of it says anything about the backbone."
 
 
 def findings(record: Record, frames: dict[str, pd.DataFrame]) -> list[str]:
     """What the numbers say, in sentences; each only if its cells exist."""
-    said = []
+    said = [QUICK] if record.settings.get("quick") else []
     steps = len(record.schedule)
     front = frames["pareto"]
     for eta in record.settings["etas"] if len(front) else ():
@@ -30,7 +35,7 @@ def findings(record: Record, frames: dict[str, pd.DataFrame]) -> list[str]:
             row = paper.iloc[0]
             said.append(
                 f"eta {eta:g}: the paper's recipe takes {row['passes']} of {steps} passes at cosine "
-                f"{interval_text(row, 'cosine', 4)}."
+                f"{with_n(row, 'cosine', 4)}."
             )
             targets = sorted({0.97, 0.99, record.settings.get("min_cosine", 0.99)})
             said += [text for target in targets if (text := recommend(record, eta, target)) is not None]
@@ -57,16 +62,17 @@ def findings(record: Record, frames: dict[str, pd.DataFrame]) -> list[str]:
     said += _pairs(frames.get("pairs", pd.DataFrame()), record)
     said += _leaks(frames.get("centring", pd.DataFrame()))
     for _, row in frames["leak"].iterrows() if len(frames["leak"]) else ():
-        if row["family"] == "causal" or row["estimator"] == f"jagg-w{record.settings['windows'][0]}-f1":
+        all_groups = grouped_name(steps, "jagg", record.settings["windows"][0], 1.0)
+        if row["family"] == "causal" or row["estimator"] in (all_groups, paper_estimator(record)):
             verdict = "is not zero" if row["p_value"] < 0.05 else "cannot be told from zero"
+            recipe = " (the paper's recipe)" if row["estimator"] == paper_estimator(record) else ""
             said.append(
-                f"Leak: with all advantages 1, the mean gradient of '{row['label']}' {verdict} "
-                f"(ratio {row['ratio']:.2f}, p = {row['p_value']:.4f}, {row['n']} batches)."
+                f"Leak: with all advantages 1, the mean gradient of '{row['label']}'{recipe} {verdict} ({_leak(row)})."
             )
     for name, part in frames["speed"].groupby("backbone", sort=False) if len(frames["speed"]) else ():
         by_arm = {row["arm"]: row for _, row in part.iterrows()}
         shown = [
-            f"{figures.ARM_LABELS[arm]} {interval_text(by_arm[arm], 'speed_up', 2)}x"
+            f"{figures.ARM_LABELS[arm]} {with_n(by_arm[arm], 'speed_up', 2)} rounds"
             for arm in ("paper-joint", "closed-form-sequential", "closed-form-batched")
             if arm in by_arm
         ]
@@ -93,9 +99,11 @@ def _pairs(pairs: pd.DataFrame, record: Record) -> list[str]:
             undefined.setdefault((row["eta"], row["beside_passes"], row["samples"]), []).append(plan)
             continue
         text = f"eta {row['eta']:g}, {plan} beside {_recipe(record, row['beside_passes'])}: "
-        measured = f"difference in the share of the signal that is kept {interval_text(row, 'difference')}"
-        if row["verdict"] != UNTOLD:
-            text += f"it surely {row['verdict']} of the signal; {measured}, from {row['samples']} samples."
+        measured = f"difference in the share of the signal that is kept {with_n(row, 'difference')}"
+        if row["verdict"] == TOO_FEW:
+            text += f"{row['verdict']}; {measured}."
+        elif row["verdict"] != UNTOLD:
+            text += f"it {row['verdict']} of the signal; {measured}, from {row['samples']} samples."
         else:
             more = "" if pd.isna(row["more_samples"]) else f"; about {int(row['more_samples'])} more would tell"
             text += f"which is better cannot be told with {row['samples']} samples{more}; {measured}."
@@ -117,7 +125,7 @@ def _fractions(routing: pd.DataFrame) -> list[str]:
     """``jagg_frac`` at the threshold that was asked for, a sentence per eta."""
     said = []
     for eta, part in routing[routing["asked_for"]].groupby("eta", sort=False) if len(routing) else ():
-        each = [f"{interval_text(row, 'jagg_frac', 2)} (W = {row['window']})" for _, row in part.iterrows()]
+        each = [f"{with_n(row, 'jagg_frac', 2)} (W = {row['window']})" for _, row in part.iterrows()]
         said.append(
             f"eta {eta:g}: jagg_frac that keeps every approximated group of the paper's rule at a cosine of "
             f"{part['threshold'].iloc[0]:g}: {', '.join(each)}."
@@ -129,8 +137,11 @@ def _leaks(centring: pd.DataFrame) -> list[str]:
     """Plans whose mean gradient does not vanish when all advantages are 1."""
     said = []
     for eta, part in centring[centring["centring"] == "ones"].groupby("eta", sort=False) if len(centring) else ():
-        each = [f"'{row['label']}' {row['leak']:.2f} (p = {row['p_value']:.4f})" for _, row in part.iterrows()]
-        said.append(
-            f"eta {eta:g}: squared mean gradient over its noise with all advantages 1 (no leak: 1): {'; '.join(each)}."
-        )
+        each = [f"'{row['label']}' {_leak(row)}" for _, row in part.iterrows()]
+        said.append(f"eta {eta:g}: the leak, with all advantages 1 (none: 0): {'; '.join(each)}.")
     return said
+
+
+def _leak(row: pd.Series) -> str:
+    """``|mu|^2 / V = 2.05 [1.3, 2.8], n = 8, p <= 0.0078``."""
+    return f"|mu|^2 / V = {with_n(row, 'share')}, {row['p_text']}"

@@ -11,8 +11,8 @@ from analysis.report.figures import PANEL_HEIGHT, STYLES, legend_below, panels_b
 FAMILY_LABELS = {
     "exact": "exact",
     "jagg": "JAGG (paper), every W and fraction",
-    "spline": "spline, calibrated knots",
-    "causal": "causal, calibrated knots",
+    "spline": "linear weights, searched knots (spline)",
+    "causal": "causal, searched knots",
     "causal-predicted": "causal, predicted knots",
     "subsample": "random steps (shared, or per sample)",
     "window": "windows of MixGRPO and Flow-GRPO-Fast",

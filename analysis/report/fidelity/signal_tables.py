@@ -9,11 +9,13 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from analysis.measure.estimators import grouped_name
 from analysis.measure.signal_gradients import CENTRINGS, PER_PROMPT, read_products
-from analysis.report.fidelity.tables import about, interval_columns
-from analysis.statistics.intervals import Interval, bootstrap, leak_test
+from analysis.report.fidelity.tables import about, interval_columns, leak_columns
+from analysis.statistics.intervals import CLAIM_BATCHES, Interval, mean_interval
 from analysis.statistics.learning_signal import (
     Products,
+    Verdict,
     batches_to_tell,
     bias_interval,
     effective_dimension,
@@ -57,7 +59,7 @@ def signal(record: Record) -> pd.DataFrame:
         loss = signal_loss(found, record.settings["update_samples"] / samples)
         target = record.settings["max_signal_loss"]
         row = about(cell)
-        row |= interval_columns("signal", bootstrap(signal_samples(found)))
+        row |= interval_columns("signal", mean_interval(signal_samples(found), "cosine"))
         row |= interval_columns("difference", paired_difference(found))
         row |= interval_columns("loss", loss) | interval_columns("bias2", bias_interval(found))
         told = batches_to_tell(loss, target, found.m)
@@ -75,10 +77,11 @@ def signal(record: Record) -> pd.DataFrame:
 
 def by_batch(record: Record) -> pd.DataFrame:
     """The loss of signal in updates of other sizes: rollout noise hides a bias at small ones, not at large ones."""
-    rows = []
+    rows, steps = [], len(record.schedule)
+    fracs = (record.settings["jagg_frac"], 1.0)
+    shown = {grouped_name(steps, "jagg", window, frac) for window in record.settings["windows"] for frac in fracs}
     for cell, found in products_of(record):
-        shown = cell.settings.get("jagg_frac") in (record.settings["jagg_frac"], 1.0)
-        if shown or cell.settings["family"] in ("causal", "causal-predicted"):
+        if cell.settings["estimator"] in shown or cell.settings["family"] in ("causal", "causal-predicted"):
             scales = [size / cell_batch(record, cell) for size in UPDATE_SAMPLES]
             for size, loss in zip(UPDATE_SAMPLES, signal_losses(found, scales), strict=True):
                 rows.append(about(cell) | {"update_samples": size} | interval_columns("loss", loss))
@@ -115,19 +118,22 @@ def pairs(record: Record) -> pd.DataFrame:
         row = {"eta": ours["eta"], "plan": ours["label"], "plan_passes": ours["passes"], "plan_name": ours["estimator"]}
         row |= {"beside": theirs["label"], "beside_passes": theirs["passes"], "beside_name": theirs["estimator"]}
         row |= interval_columns("difference", difference) | {"verdict": said_of_difference(difference)}
-        row["samples"] = difference.n * batch
+        row |= {"samples": difference.n * batch}
         row["more_samples"] = (needed - difference.n) * batch if open_ and needed is not None else None
         rows.append(row)
     return pd.DataFrame(rows)
 
 
-UNTOLD = "cannot be told apart"
+UNTOLD: Verdict = "cannot be told apart"
+TOO_FEW: Verdict = "no claim: too few batches"
 
 
 def said_of_difference(difference: Interval) -> str:
     """Whether an interval says that the first keeps more of the signal, or less."""
     if difference.low is None or difference.high is None or difference.low <= 0 <= difference.high:
         return UNTOLD
+    if difference.n < CLAIM_BATCHES:
+        return TOO_FEW
     return "keeps more" if difference.low > 0 else "keeps less"
 
 
@@ -138,13 +144,12 @@ def centring(record: Record) -> pd.DataFrame:
         for cell, found in products_of(record, name):
             row = about(cell) | {"centring": name}
             if name == "ones":
-                test = leak_test(found.own)
-                row |= {"leak": test.ratio, "p_value": test.p_value, "n": test.n}
+                row |= leak_columns(found.own)
             elif cell.settings["estimator"] != "exact":
                 row |= interval_columns("difference", paired_difference(found))
                 row |= interval_columns("bias2", bias_interval(found))
             else:
-                row |= interval_columns("signal", bootstrap(signal_samples(found)))
+                row |= interval_columns("signal", mean_interval(signal_samples(found), "cosine"))
             rows.append(row)
     watched = {row["estimator"] for row in rows if row["centring"] == "ones"}
     return pd.DataFrame([row for row in rows if row["estimator"] in watched])
@@ -157,7 +162,7 @@ def noise(record: Record) -> pd.DataFrame:
         if cell.settings["estimator"] == "exact":
             row: dict[str, Any] = {"eta": cell.settings["eta"], "batches": found.n}
             row |= {"samples_per_batch": cell_batch(record, cell)}
-            row |= interval_columns("signal", bootstrap(signal_samples(found)))
+            row |= interval_columns("signal", mean_interval(signal_samples(found), "cosine"))
             row["effective_dimension"] = effective_dimension(found.exact)
             rows.append(row)
     return pd.DataFrame(rows)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
+import numpy as np
 import pandas as pd
 
 from analysis.measure.knot_search import PLANS
-from analysis.measure.similarity import METRICS
-from analysis.statistics.intervals import Interval, bootstrap
+from analysis.measure.similarity import METRICS, SCALES
+from analysis.statistics.intervals import Interval, leak_test, mean_interval
 from analysis.statistics.jagg_frac import calibrated_frac
 from bench.noise import Ratio
 from bench.speed_ups import group_speed_ups
@@ -49,13 +51,13 @@ def windows_of_paper(record: Record, eta: float, centring: str | None = None) ->
 
 
 def whole_update(record: Record) -> pd.DataFrame:
-    """Similarity of the whole update to exact, one row per headline estimator: mean and 95 % bootstrap interval."""
+    """Similarity of the whole update to exact, one row per headline estimator: mean and 95 % interval."""
     rows = []
     for cell in _estimator_cells(record):
         if cell.settings["headline"]:
             row = about(cell)
             for metric in METRICS:
-                row |= interval_columns(metric, bootstrap(cell.samples[metric]))
+                row |= interval_columns(metric, mean_interval(cell.samples[metric], SCALES[metric]))
             rows.append(row)
     frame = pd.DataFrame(rows)
     return frame.sort_values(["eta", "passes", "cosine"], ascending=False, ignore_index=True) if rows else frame
@@ -73,7 +75,7 @@ def per_group(record: Record) -> pd.DataFrame:
                 row |= {"sigma_first": record.schedule[group[0]], "sigma_last": record.schedule[group[-1]]}
                 for metric in METRICS:
                     samples = cell.samples[f"w{window}.group{number}.{metric}"]
-                    row |= interval_columns(metric, bootstrap(samples))
+                    row |= interval_columns(metric, mean_interval(samples, SCALES[metric]))
                     if metric == "cosine":
                         row["undefined"] = sum(s is None for s in samples)
                 rows.append(row)
@@ -83,7 +85,7 @@ def per_group(record: Record) -> pd.DataFrame:
 def pareto(record: Record) -> pd.DataFrame:
     """Cosine against passes for every plan that was judged; ``best`` marks the best of its family at its passes."""
     rows = [
-        about(cell) | interval_columns("cosine", bootstrap(cell.samples["cosine"]))
+        about(cell) | interval_columns("cosine", mean_interval(cell.samples["cosine"], "cosine"))
         for cell in _estimator_cells(record)
         if cell.settings["family"] in ("jagg", "spline", "causal")
     ]
@@ -123,7 +125,8 @@ def blocks(record: Record) -> pd.DataFrame:
         for block in names:
             row = about(cell) | {"block": block}
             for metric in METRICS:
-                row |= interval_columns(metric, bootstrap(cell.samples[f"block.{block}.{metric}"]))
+                samples = cell.samples[f"block.{block}.{metric}"]
+                row |= interval_columns(metric, mean_interval(samples, SCALES[metric]))
             rows.append(row)
     return pd.DataFrame(rows)
 
@@ -152,20 +155,32 @@ def knots(record: Record) -> pd.DataFrame:
 
 
 def floor(record: Record) -> pd.DataFrame:
-    """How far the exact gradient is from itself: computed again, and in half batches."""
+    """How far the exact gradient is from itself: computed again, and in half batches; ``distance``: 1 - cosine."""
     rows = []
     for cell in record.cells:
         if cell.name.endswith("/floor") and cell.status == "ok":
             for what, found in cell.values.items():
-                rows.append({"eta": cell.settings["eta"], "computed": what, **found})
+                row = {"eta": cell.settings["eta"], "computed": what, "distance": 1 - found["cosine"]}
+                rows.append(row | {name: found[name] for name in ("rel_error", "norm_ratio")})
     return pd.DataFrame(rows)
 
 
 def leak(record: Record) -> pd.DataFrame:
-    """Squared norm of the mean gradient under advantages of 1, over its sampling noise."""
-    return pd.DataFrame(
-        [about(cell) | cell.values for cell in record.cells if "/leak/" in cell.name and cell.status == "ok"]
-    )
+    """Squared norm of the mean gradient under advantages of 1, over the noise power of a batch."""
+    rows = []
+    for cell in record.cells:
+        if "/leak/" in cell.name and cell.status == "ok":
+            gram = np.array(cell.samples["gram"], dtype=np.float64)
+            side = math.isqrt(len(gram))
+            rows.append(about(cell) | leak_columns(gram.reshape(side, side)))
+    return pd.DataFrame(rows)
+
+
+def leak_columns(gram: np.ndarray) -> dict[str, Any]:
+    """The leak test of inner products ``[n, n]`` as columns of a table."""
+    test = leak_test(gram)
+    columns = {"p_value": test.p_value, "p_floor": test.p_floor, "p_text": test.p_text}
+    return interval_columns("share", test.share) | columns
 
 
 def side_by_side(record: Record) -> pd.DataFrame:

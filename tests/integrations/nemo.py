@@ -95,7 +95,7 @@ def nemo_train(chunk_update: Any, dtype: torch.dtype, steps_per_rollout: int, ro
     names = common(dtype)
     sigmas = qwen_image_schedule(SAMPLED, 256)
     scheduler = SimpleNamespace(sigmas=sigmas, timesteps=sigmas[:-1] * 1000)
-    settings: Names = {"ratio_clip_min": 1e-3, "ratio_clip_max": 1e-3, "adv_clip_max": 1.0, "beta": 0.0}
+    settings: Names = {"ratio_clip_min": 5e-4, "ratio_clip_max": 2e-3, "adv_clip_max": 1.0, "beta": 0.0}
     loss_fn = Loss(settings | {"aggregate_logprobs_per_sample": False} | given)
     adapter, algo = Adapter(names["transformer"], scheduler), {"sde_type": "sde", "noise_level": KERNEL.eta}
     worker = SimpleNamespace(

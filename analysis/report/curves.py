@@ -27,6 +27,9 @@ LOOKS: dict[str, tuple[str, str, str]] = {
 }
 """Colour, marker and line of each arm."""
 
+TIME_ENDS = ("time_ratio_low", "time_ratio_high")
+"""Columns of the interval of a ratio of times."""
+
 COLUMNS = 2
 """Panels beside each other."""
 
@@ -91,28 +94,26 @@ def sentences(record: Record, frames: dict[str, pd.DataFrame]) -> list[str]:
         if row["arm"] == "exact":
             said.append(
                 f"exact: {row['final']:.4f} [{row['final_min']:.4f}, {row['final_max']:.4f}] over {row['seeds']} "
-                f"seeds, {row['update_s']:.2f} s an update, {row['step_s']:.2f} s a step with its rollout."
+                f"seeds, a gain of {row['exact_gain']:.4f}; an arm counts as equivalent within {row['margin']:.4f} "
+                f"of it ({curve_tables.MARGIN:.0%} of the gain)."
             )
             continue
         interval = ""
         if not pd.isna(row["difference_low"]):
             interval = f" [{row['difference_low']:+.4f}, {row['difference_high']:+.4f}]"
-        when = (
-            f"exact's final reward is not reached in {round(settings['updates'] * settings['longer'])} updates"
-            if pd.isna(row["time_to_exact"])
-            else f"exact's final reward is reached in {row['time_to_exact']:.2f} of exact's time"
-        )
         said.append(
             f"{LABELS[row['arm']]}: {row['backward_speed_up']:.2f}x in backward passes, "
             f"{row['update_speed_up']:.2f}x in the update, {row['step_speed_up']:.2f}x in the step; final reward "
-            f"{row['final']:.4f}, difference to exact {row['difference']:+.4f}{interval}: {row['verdict']}; {when}."
+            f"{row['final']:.4f}, difference to exact {row['difference']:+.4f}{interval}, "
+            f"n = {row['seeds']}{_corrected(row)}: {row['verdict']}; time to exact's final reward {_times(row)} of "
+            f"what exact needs; after {row['equal_time_share']:.2f} of exact's time "
+            f"{_signed(row, 'equal_time_difference')} from its final reward."
         )
-    for _, row in frames["watched"].dropna(subset="difference_low").iterrows():
-        if row["difference_low"] > 0 or row["difference_high"] < 0:
+    for _, row in frames["watched"].iterrows():
+        if row["place"] != "not resolved":
             said.append(
-                f"{row['reward']}, watched: {LABELS[row['arm']]} ends {row['difference']:+.4f} "
-                f"[{row['difference_low']:+.4f}, {row['difference_high']:+.4f}] from exact's {row['exact']:.4f}: "
-                f"{row['place']}."
+                f"{row['reward']}, watched: {LABELS[row['arm']]} ends {_signed(row)} from exact's {row['exact']:.4f}, "
+                f"n = {row['seeds']}{_corrected(row)}: {row['place']}."
             )
     return said
 
@@ -126,16 +127,18 @@ def printable(frames: dict[str, pd.DataFrame]) -> dict[str, pd.DataFrame]:
             "arm": table["arm"].map(LABELS),
             "passes": table["passes"],
             "seeds": table["seeds"],
-            "update, s": table["update_s"].map("{:.2f}".format),
-            "step, s": table["step_s"].map("{:.2f}".format),
             "backward": table["backward_speed_up"].map("{:.2f}x".format),
-            "update": table["update_speed_up"].map("{:.2f}x".format),
-            "step": table["step_speed_up"].map("{:.2f}x".format),
+            "update": [_speed(row, "update") for _, row in table.iterrows()],
+            "step": [_speed(row, "step") for _, row in table.iterrows()],
             "final reward": table["final"].map("{:.4f}".format),
             "difference to exact": [_signed(row) for _, row in table.iterrows()],
+            "p, corrected": table["p_corrected"].map(_p_text),
+            "seeds lower, higher": [f"{row['seeds_lower']}, {row['seeds_higher']}" for _, row in table.iterrows()],
             "verdict": table["verdict"],
-            "time to exact's final reward": [
-                "not reached" if pd.isna(x) else f"{x:.2f} of exact's" for x in table["time_to_exact"]
+            "time to exact's final reward, over exact's": [_times(row) for _, row in table.iterrows()],
+            "difference at equal time (share of exact's)": [
+                f"{_signed(row, 'equal_time_difference')} ({row['equal_time_share']:.2f})"
+                for _, row in table.iterrows()
             ],
         }
         watched = {name: table[name].map("{:.4f}".format) for name in table if name.startswith("final ")}
@@ -146,7 +149,9 @@ def printable(frames: dict[str, pd.DataFrame]) -> dict[str, pd.DataFrame]:
                 "reward": moved["reward"],
                 "arm": moved["arm"].map(LABELS),
                 "exact's": moved["exact"].map("{:.4f}".format),
+                "n": moved["seeds"],
                 "difference to exact": [_signed(row) for _, row in moved.iterrows()],
+                "p, corrected": moved["p_corrected"].map(_p_text),
                 "place": moved["place"],
             }
         )
@@ -155,12 +160,33 @@ def printable(frames: dict[str, pd.DataFrame]) -> dict[str, pd.DataFrame]:
     return shown
 
 
-def _signed(row: pd.Series) -> str:
-    if row["arm"] == "exact":
+def _signed(row: pd.Series, name: str = "difference") -> str:
+    if row["arm"] == "exact" and name == "difference":
         return ""
-    if pd.isna(row["difference_low"]):
-        return f"{row['difference']:+.4f}"
-    return f"{row['difference']:+.4f} [{row['difference_low']:+.4f}, {row['difference_high']:+.4f}]"
+    if pd.isna(row[f"{name}_low"]):
+        return f"{row[name]:+.4f}"
+    return f"{row[name]:+.4f} [{row[f'{name}_low']:+.4f}, {row[f'{name}_high']:+.4f}]"
+
+
+def _speed(row: pd.Series, part: str) -> str:
+    """A ratio with the lowest and the highest of one seed."""
+    name = f"{part}_speed_up"
+    return f"{row[name]:.2f}x ({row[f'{name}_min']:.2f} to {row[f'{name}_max']:.2f})"
+
+
+def _times(row: pd.Series) -> str:
+    """The ratio of times to exact's final reward with its interval; an end that is not reached is a word."""
+    value, low, high = ("not reached" if pd.isna(x) else f"{x:.2f}" for x in row[["time_ratio", *TIME_ENDS]])
+    return f"{value} [{low}, {high}]"
+
+
+def _p_text(value: float | None) -> str:
+    return "" if value is None or pd.isna(value) else f"{value:.2g}"
+
+
+def _corrected(row: pd.Series) -> str:
+    text = _p_text(row["p_corrected"])
+    return f", corrected p {text}" if text else ""
 
 
 def write_curve_report(run: Path, record: Record) -> tuple[Path, dict[str, pd.DataFrame], list[str]]:

@@ -8,13 +8,25 @@ import signal
 from dataclasses import replace
 from pathlib import Path
 
+import pandas as pd
 import pytest
 from torch import Tensor
 
 from analysis.measure.reward_curves import NOT_REACHED, Curves, run
-from analysis.report.curve_tables import all_tables, arms, held_out, reached, speed_ups, training, verdict, watched
+from analysis.report.curve_tables import (
+    all_tables,
+    arms,
+    held_out,
+    reached,
+    speed_ups,
+    time_ratio,
+    training,
+    verdict,
+    watched,
+)
 from analysis.report.curves import sentences
 from analysis.report.write import write_report
+from analysis.statistics.paired import holm, paired
 from jagg_core.records import Cell, Record
 
 SMALL = Curves(
@@ -151,6 +163,13 @@ def test_costs_and_rewards_are_compared_with_exact() -> None:
     updates = 2 + (1.1 - 3.1 / 3) / (0.5 * 3.1 / 3)
     assert row["updates_to_exact"] == pytest.approx(updates)
     assert row["time_to_exact"] == pytest.approx(updates * 2 / (2 * 5))
+    # exact reaches it at its second and last update; five updates would fit in its time, three are there
+    assert row["time_ratio"] == pytest.approx(row["time_to_exact"])
+    assert row["time_ratio_low"] <= row["time_ratio"] <= row["time_ratio_high"]
+    assert (row["equal_time_updates"], row["equal_time_share"]) == (3, 0.6)
+    assert row["equal_time_difference"] == pytest.approx(1.5 * 3.1 / 3 - 1.1)
+    assert (row["exact_gain"], row["margin"]) == pytest.approx((1.1, 0.11))
+    assert (row["seeds_lower"], row["seeds_higher"]) == (2, 0)
 
 
 def test_speed_ups_compare_what_ran_in_the_same_turn() -> None:
@@ -162,8 +181,12 @@ def test_speed_ups_compare_what_ran_in_the_same_turn() -> None:
         if cell.name == "causal-5/seed=0":
             cell.samples["update_s"][2] = 1e6  # after exact has ended
     found = speed_ups(training(record), updates=2)
-    assert found.loc["causal-5"].to_dict() == {"update_speed_up": 4.0, "step_speed_up": 2.5}
-    assert found.loc["exact"].to_dict() == {"update_speed_up": 1.0, "step_speed_up": 1.0}
+    names = ("update_speed_up", "step_speed_up", "update_speed_up_min", "step_speed_up_max")
+    assert found.loc["causal-5", list(names)].tolist() == [4.0, 2.5, 4.0, 2.5]
+    assert found.loc["exact", list(names)].tolist() == [1.0] * 4
+    # the seconds are of the same turns
+    row = arms(record, training(record), held_out(record)).set_index("arm")["update_s"]
+    assert row["exact"] / row["causal-5"] == 4.0
 
 
 def test_a_run_that_diverges_is_a_failed_cell(tmp_path: Path) -> None:
@@ -179,11 +202,19 @@ def test_what_was_not_trained_is_compared_too() -> None:
         drift = 5.0 if cell.settings["arm"] == "causal-5" else 0.0
         cell.samples["held_out sharpness"] = [drift + 0.1 * cell.settings["seed"]] * len(cell.samples["reward"])
     [row] = watched(record, held_out(record)).to_dict("records")
-    assert (row["reward"], row["arm"], row["seeds"], row["place"]) == ("sharpness", "causal-5", 3, "above exact's band")
+    assert (row["reward"], row["arm"], row["seeds"], row["place"]) == (
+        "sharpness",
+        "causal-5",
+        3,
+        "higher than exact's",
+    )
+    assert (row["p_value"], row["p_corrected"]) == (0, 0)
     assert (row["difference"], row["difference_low"], row["difference_high"]) == pytest.approx((5.0, 5.0, 5.0))
     record.settings |= {"prompts": 4, "samples": 8, "eta": 0.7, "centring": "prompt"}
     said = sentences(record, all_tables(record))[-1]
-    assert said.startswith("sharpness, watched: causal, 5 passes ends +5.0000 [+5.0000, +5.0000] from exact's 0.1000")
+    assert said.startswith(
+        "sharpness, watched: causal, 5 passes ends +5.0000 [+5.0000, +5.0000] from exact's 0.1000, n = 3, "
+    )
 
 
 def test_one_seed_has_a_page_without_intervals(tmp_path: Path) -> None:
@@ -191,33 +222,51 @@ def test_one_seed_has_a_page_without_intervals(tmp_path: Path) -> None:
     record.settings |= {"prompts": 4, "samples": 8, "eta": 0.7, "centring": "prompt"}
     record.write(tmp_path / "record.json")
     _, shown, said = write_report(tmp_path)
-    assert "difference to exact +0.1000: inconclusive" in said[2]
-    assert shown["watched"]["place"].tolist() == ["inconclusive"]
+    assert "difference to exact +0.1000, n = 1: inconclusive" in said[2]
+    assert shown["watched"]["place"].tolist() == ["not resolved"]
     assert not any("watched" in text for text in said)
 
 
 @pytest.mark.parametrize(
-    ("arm", "exact", "expected"),
+    ("differences", "corrected", "expected"),
     [
-        ([1.0], [1.0], "inconclusive"),
-        ([1.0, 1.49, 2.01], [1.0, 1.5, 2.0], "inside exact's band"),
-        ([1.0, 1.2], [0.9, 1.3], "inconclusive"),
-        ([0.5, 0.6, 0.55], [1.0, 1.1, 1.05], "worse"),
-        ([2.0, 2.1, 2.05], [1.0, 1.1, 1.05], "better"),
-        ([0.2, 1.6, 0.9], [1.0, 1.1, 1.2], "inconclusive"),
-        ([0.98, 1.98, 2.98], [1.0, 2.0, 3.0], "lower, inside exact's band"),
-        ([1.02, 2.02, 3.02], [1.0, 2.0, 3.0], "higher, inside exact's band"),
+        ([0.0], None, "inconclusive"),
+        ([-0.01, 0.0, 0.02], 1.0, "equivalent"),
+        ([-0.09, 0.0, 0.08], 1.0, "inconclusive"),
+        ([-0.5, -0.6, -0.55], 0.04, "worse"),
+        ([-0.5, -0.6, -0.55], 0.06, "inconclusive"),
+        ([0.5, 0.6, 0.55], 0.04, "better"),
+        ([-0.02, -0.02, -0.021], 0.01, "worse by less than the margin"),
+        ([0.02, 0.02, 0.021], 0.01, "better by less than the margin"),
     ],
-    ids=["one-seed", "inside", "inside-not-surely", "worse", "better", "wide", "lower", "higher"],
 )
-def test_a_verdict_needs_seeds_and_a_difference(arm: list[float], exact: list[float], expected: str) -> None:
-    assert verdict(arm, exact)[0] == expected
+def test_a_verdict_needs_an_interval_or_a_corrected_p(
+    differences: list[float], corrected: float | None, expected: str
+) -> None:
+    assert verdict(paired(differences), corrected, margin=0.1) == expected
 
 
 def test_the_interval_is_students() -> None:
-    _, mean, low, high = verdict([1.0, 2.0, 3.0], [0.0, 0.0, 0.0])
+    found = paired([1.0, 2.0, 3.0])
     half = 4.302652729749464 / math.sqrt(3)
-    assert (mean, low, high) == pytest.approx((2.0, 2 - half, 2 + half))
+    assert (found.mean, found.low, found.high) == pytest.approx((2.0, 2 - half, 2 + half))
+    # t = 2 sqrt(3) with two degrees of freedom: p = 1 - t / sqrt(2 + t^2)
+    assert found.p_value == pytest.approx(1 - math.sqrt(12 / 14))
+    with pytest.raises(ValueError, match="at least one value"):
+        paired([])
+
+
+def test_p_values_are_corrected_by_holms_rule() -> None:
+    assert holm([0.01, 0.04, None, 0.03, 0.005]) == pytest.approx([0.03, 0.06, None, 0.06, 0.02])
+    assert holm([0.9, 0.8]) == [1.0, 1.0]
+    assert holm([None]) == [None]
+
+
+def test_a_reward_that_some_resamples_do_not_reach_has_no_upper_end() -> None:
+    exact = pd.DataFrame({0: [0.0, 1.0], 1: [0.0, 1.0]}, index=[0, 2])
+    arm = pd.DataFrame({0: [0.0, 0.5], 1: [0.0, 4.0]}, index=[0, 2])
+    value, low, high = time_ratio(arm, exact, 2, 2.0)
+    assert (value, low, high) == pytest.approx((1 / 2.25 / 2, 1 / 4 / 2, None))
 
 
 def test_when_a_curve_reaches_a_reward() -> None:

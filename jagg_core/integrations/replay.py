@@ -183,8 +183,9 @@ def host_trajectory(
     drawn = after.new_full((), math.nan).expand_as(after) if noise is None else in_order(noise).to(after.dtype)
     sigmas, next_sigmas = schedule[stored], schedule[stored + 1]
     coefficients = [transition.coefficients(sigmas[..., j], next_sigmas[..., j]) for j in range(count)]
-    if velocity is not None or mean is not None:
-        found = in_order(mean if velocity is None else velocity).to(after.dtype)
+    stored_velocity_or_mean = mean if velocity is None else velocity
+    if stored_velocity_or_mean is not None:
+        found = in_order(stored_velocity_or_mean).to(after.dtype)
         drawn = torch.empty_like(after)
         for j, (a, b, scale) in enumerate(coefficients):
             if velocity is not None:

@@ -15,6 +15,7 @@ class VelocityPolicy(Protocol):
 
     - ``parameters()``: the trained parameters. With them the engine can tell whether a rollout is on policy. The same
       tensors at every call: under FSDP2 keep the sharded ones, for a module shows gathered ones after a forward.
+    - ``compute_dtype``: of the network, where neither its velocities nor its parameters show it.
     - ``signature() -> dict[str, str]``: settings that a replay must share with the rollout (guidance, dtype, prompts).
     """
 

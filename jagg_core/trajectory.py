@@ -37,6 +37,7 @@ class Trajectory:
         rows: which of the policy's samples each row is, ``[B]``, on the CPU.
         weights_version: fingerprint of the policy's parameters; None if the policy does not show them.
         signature: the policy's own settings, as it names them.
+        order: place that each step had where a trainer stored it, ``[B, T]``, on the CPU. None: they are in order.
         graphs: velocities ``[B, *D]`` with the graph of the rollout's own forward, by step; good for one backward.
             Parts of a trajectory have none.
     """
@@ -53,6 +54,7 @@ class Trajectory:
     rows: Tensor
     weights_version: int | None = None
     signature: dict[str, str] = field(default_factory=dict)
+    order: Tensor | None = None
     graphs: dict[int, Tensor] = field(default_factory=dict)
 
     @property
@@ -69,6 +71,11 @@ class Trajectory:
     def elements(self) -> int:
         """Latent elements of one sample, over which log-probabilities are averaged."""
         return self.latents[0, 0].numel()
+
+    @property
+    def knows_noise(self) -> bool:
+        """Whether the draws are there. A trainer may have stored neither them nor velocities: ``noise`` is NaN then."""
+        return not bool(self.noise[0, 0].isnan().all())
 
     def sigma(self, step: int) -> Tensor:
         """Sigma of ``step``: a scalar, or ``[B]`` where samples differ. fp64 on the CPU."""
@@ -109,6 +116,8 @@ class Trajectory:
     def select(self, steps: Sequence[int] | Tensor) -> Trajectory:
         """Only some steps: ``[S]`` for all samples alike, or ``[B, S]`` for each its own; increasing.
 
+        The result has no ``order``: what goes with its steps is given in their order, from high noise to low.
+
         Raises:
             ValueError: steps that are empty, repeated, out of order or out of range.
         """
@@ -133,6 +142,7 @@ class Trajectory:
             log_probs=self.log_probs[pick],
             sigmas=sigmas,
             next_sigmas=next_sigmas,
+            order=None,
             graphs={},
         )
 
@@ -166,6 +176,7 @@ class Trajectory:
             next_sigmas=self.next_sigmas[cut] if per_row else self.next_sigmas,
             final=self.final[cut],
             rows=self.rows[cut],
+            order=None if self.order is None else self.order[cut],
             graphs={},
         )
 

@@ -66,13 +66,14 @@ def choose_modes(
         raise ValueError(f"max_rows must be at least the batch of {batch}, found {max_rows}")
     if max_rows is not None and backward in ("joint", "sequential"):
         raise ValueError(f"max_rows limits batched passes, but backward is {backward!r}")
+    _require_noise(trajectory, plan, upstream)
     on_policy = _same_weights(policy, trajectory)
     if upstream == "closed_form":
         _require_on_policy(on_policy, plan)
     if upstream == "interpolated":
         _require_interpolating(plan)
     if upstream == "auto":
-        upstream = "closed_form" if on_policy else "autograd"
+        upstream = "closed_form" if on_policy and trajectory.knows_noise else "autograd"
     fitting = plan.passes if max_rows is None else max_rows // batch
     if backward == "auto":
         fitting = min(fitting, AUTO_ELEMENTS // (batch * trajectory.elements))
@@ -92,6 +93,15 @@ def _same_weights(policy: VelocityPolicy, trajectory: Trajectory) -> bool | None
     if version is None or trajectory.weights_version is None:
         return None
     return not on_any_rank(version != trajectory.weights_version, trajectory.latents.device)
+
+
+def _require_noise(trajectory: Trajectory, plan: Plan, upstream: str) -> None:
+    if upstream not in ("closed_form", "interpolated") and plan.knot_sigmas is None:
+        return
+    if not trajectory.knows_noise:
+        if plan.knot_sigmas is not None:
+            raise ValueError(f"plan {plan.name!r} has predicted knots, which need the rollout's noise or velocities")
+        raise ValueError(f"upstream={upstream!r} needs the rollout's noise or velocities, which were not stored")
 
 
 def _require_on_policy(on_policy: bool | None, plan: Plan) -> None:

@@ -20,7 +20,8 @@ class Passes:
 
     Attributes:
         rows: of the trajectory, on its device.
-        parameter_dtypes: of the policy's parameters; empty if it shows none.
+        compute_dtypes: of the policy's parameters, and its ``compute_dtype``; empty if it shows none.
+        on_policy: see `jagg_core.engine.modes.Modes`.
         passes, forwards, backward_calls, seconds: as in `jagg_core.engine.Report`.
         broken: why the update has to fail after its last pass; empty if it has not.
     """
@@ -41,7 +42,9 @@ class Passes:
         self._clock = clock
         self._backward_fn = backward_fn
         self.rows = trajectory.rows.to(trajectory.latents.device)
-        self.parameter_dtypes = {parameter.dtype for parameter in getattr(policy, "parameters", list)()}
+        self.compute_dtypes = {parameter.dtype for parameter in getattr(policy, "parameters", list)()}
+        self.compute_dtypes |= {getattr(policy, "compute_dtype", None)} - {None}
+        self.on_policy = modes.on_policy
         # of other weights, or of another state than a predicted knot's, the rollout's own graph is of no use
         usable = modes.on_policy is True and plan.knot_sigmas is None
         self._kept_graphs = trajectory.graphs if usable else {}

@@ -95,6 +95,37 @@ class UpstreamGradients(ABC):
                 "a velocity, the policy's or the reference's, is NaN or infinite"
             )
 
+    def require_ratio_one(self, steps: list[int], velocities: list[Tensor]) -> None:
+        """Compare the log ratios of steps with what rounding explains; ``velocities`` are theirs.
+
+        Raises:
+            OffPolicyError: one is larger.
+        """
+        if not steps:
+            return
+        largest = torch.stack([self.log_ratios[j] for j in steps]).abs().max().item()
+        if not math.isfinite(largest):
+            self.passes.not_finite(f"the velocity is not finite at one of steps {steps}")
+            return
+        # guidance may combine velocities of a half-precision network in fp32: they are as coarse as its weights
+        dtypes = {velocities[0].dtype, *self.passes.compute_dtypes}
+        coarsest = max(dtypes, key=lambda dtype: ON_POLICY_TOLERANCE.get(dtype, 1e-4))
+        limit = ON_POLICY_TOLERANCE.get(coarsest, 1e-4)
+        if largest <= limit:
+            return
+        if self.passes.on_policy:
+            why = (
+                "the weights are the rollout's, so the network was asked otherwise: a timestep in other units "
+                "(sigma, or sigma * 1000), another guidance or prompt, or dropout; or it computes in half precision, "
+                "which compute_dtype of the policy says"
+            )
+        else:
+            why = "other weights than the rollout's, or dropout; use upstream='autograd'"
+        raise OffPolicyError(
+            f"on policy every ratio is 1, found |log ratio| {largest:.3g} (limit {limit:g} of {coarsest}) at one of "
+            f"steps {steps}: {why}"
+        )
+
     def _advantages(self, step: int) -> Tensor:
         """Of one step, ``[B]``."""
         return self.advantages if self.advantages.ndim == 1 else self.advantages[:, step]
@@ -124,6 +155,9 @@ class Autograd(UpstreamGradients):
         own = [k for k in self.at_states(knots) if k in steps]
         self.from_velocities(own, [found[k] for k in own])
         self.require_finite(steps)
+        if self.passes.on_policy and not self.trajectory.knows_noise:
+            # nothing else has compared the network's input with the rollout's
+            self.require_ratio_one([j for j in steps if j in self.log_ratios], velocities)
 
 
 class ClosedForm(UpstreamGradients):
@@ -141,18 +175,7 @@ class ClosedForm(UpstreamGradients):
         for knot, velocity in zip(knots, velocities, strict=True):
             log_prob = step_log_prob(self.trajectory, knot, velocity.detach().to(self.trajectory.latents.dtype))
             self.log_ratios[knot] = log_prob - self.trajectory.log_probs[knot]
-        largest = torch.stack([self.log_ratios[k] for k in knots]).abs().max().item()
-        if not math.isfinite(largest):
-            self.passes.not_finite(f"the velocity is not finite at one of steps {knots}")
-            return
-        # guidance may combine velocities of a half-precision network in fp32: they are as coarse as its weights
-        dtypes = {velocities[0].dtype, *self.passes.parameter_dtypes}
-        limit = max(ON_POLICY_TOLERANCE.get(dtype, 1e-4) for dtype in dtypes)
-        if largest > limit:
-            raise OffPolicyError(
-                f"upstream='closed_form' is legal only on policy, found |log ratio| {largest:.3g} (limit {limit:g}) at "
-                f"one of steps {knots}: other weights than the rollout's, or dropout; use upstream='autograd'"
-            )
+        self.require_ratio_one(knots, velocities)
 
 
 @dataclass(eq=False)

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
+from jagg_core.engine import RatioNoise
 from jagg_core.policy import guided
 from jagg_core.schedule import TimestepMode, check_sigmas, network_sigma
 from jagg_core.trajectory import ReplayMismatch, Trajectory, at_least_fp32
 from jagg_core.transitions import Coefficients, Transition, expand
+
+RATIO_TOLERANCE = 1e-4
+"""Log-probabilities that differ by more from those of the stored tensors are told: usual clip ranges are 1e-4."""
 
 LOG_PROB_TOLERANCE = 1e-2
 """Stored log-probabilities may differ by this much from those of the stored noise: latents kept in bf16 do."""
@@ -29,6 +34,8 @@ class HostPolicy:
         parameters: the trained ones, so that the weights of an update can be compared with the rollout's. None: not.
         guidance: scale of classifier-free guidance; None: the velocity is taken as it comes.
         settings: what a replay must share with the rollout, by name.
+        compute_dtype: of the network, where neither its velocities nor its parameters show it: Accelerate returns fp32
+            from a network under autocast, and a LoRA in fp32 may sit in one in bf16. Ratios on policy are held to it.
 
     Raises:
         ValueError: parameters that DeepSpeed partitions (ZeRO-3): they are empty between passes and tell nothing.
@@ -40,7 +47,9 @@ class HostPolicy:
         parameters: Iterable[Tensor] | None = None,
         guidance: float | None = None,
         settings: Mapping[str, str] | None = None,
+        compute_dtype: torch.dtype | None = None,
     ) -> None:
+        self.compute_dtype = compute_dtype
         self._velocity = velocity
         self._parameters = [] if parameters is None else list(parameters)
         if any(hasattr(parameter, "ds_id") for parameter in self._parameters):
@@ -133,15 +142,19 @@ def host_trajectory(
         normalised: False for Gaussian log-probabilities without ``-log(scale) - log(2 pi) / 2``, as DanceGRPO has them.
         timestep_mode: what the network is told; see `jagg_core.schedule.network_sigma`.
         rows: which of the policy's samples each row is, ``[B]``; 0..B-1 by default.
-        weights_version: what `jagg_core.integrations.weights_version` gave for the policy at the rollout.
+        weights_version: what `jagg_core.integrations.weights_version` gave for the policy at the rollout. Without
+            velocity, mean and noise it does not allow the closed form, but an update by the same weights whose
+            log-probabilities are others is refused: the network was told another timestep, guidance or prompt.
         signature: what ``policy.signature()`` gave then.
 
     Returns:
-        A trajectory of S steps. Its ``final`` is the state after the last of them.
+        A trajectory of S steps. Its ``final`` is the state after the last of them. Its ``order`` is what `plan_update`
+        brings advantages ``[B, S]`` into its order with: give them as the trainer stored them, as all else here.
 
     Raises:
         ValueError: shapes or steps that do not fit, an option that needs the noise without it.
-        ReplayMismatch: log-probabilities that are not those of the noise: another eta, kernel, schedule or convention.
+        ReplayMismatch: log-probabilities that are not those of the noise: another eta, kernel, schedule or convention,
+            or states that were rounded after the log-probability was taken.
     """
     if latents.ndim < 3 or latents.shape != next_latents.shape or log_probs.shape != latents.shape[:2]:
         raise ValueError(
@@ -156,8 +169,6 @@ def host_trajectory(
             raise ValueError(f"{name} must have the shape {list(latents.shape)} of latents, found {list(given.shape)}")
     if len(kept) > 1:
         raise ValueError(f"{' and '.join(kept)} say the same: give one of them")
-    if not kept and weights_version is not None:
-        raise ValueError("weights_version allows the closed form, which needs velocity, mean or noise; found none")
     if not normalised and transition.convention != "gaussian":
         raise ValueError(f"normalised must be True for {type(transition).__name__}, which has no normalising term")
     schedule = check_sigmas(schedule, "schedule")
@@ -207,23 +218,46 @@ def host_trajectory(
         rows=torch.arange(batch) if rows is None else rows.detach().cpu(),
         weights_version=weights_version,
         signature=dict(signature or {}),
+        order=ordered.cpu(),
     )
-    if kept:
-        _check_log_probs(trajectory, coefficients)
+    stored_as = {"latents": latents, "next_latents": next_latents, **kept}
+    off = _check_log_probs(trajectory, coefficients) if kept else None
+    _check_precision({name: x.dtype for name, x in stored_as.items()}, off)
     return trajectory
 
 
-def knows_noise(trajectory: Trajectory) -> bool:
-    """Whether the noise of the rollout is there; see `host_trajectory`."""
-    return not bool(trajectory.noise[0, 0].isnan().all())
+def _check_precision(dtypes: dict[str, torch.dtype], off: float | None) -> None:
+    """Name the tensors in half precision where ratios feel it. ``off``: largest error of a log-probability, if known.
+
+    Raises:
+        ReplayMismatch: states of two precisions: those in half precision were rounded after the log-probability.
+    """
+    half = {name: str(dtype).removeprefix("torch.") for name, dtype in dtypes.items() if dtype.itemsize < 4}
+    named = " and ".join(f"{name} are {dtype}" for name, dtype in half.items())
+    mixed = len({"latents", "next_latents"} & half.keys()) == 1
+    measured = "not measurable without velocity, mean or noise" if off is None else f"up to {off:.1g}"
+    if mixed and (off is None or off > RATIO_TOLERANCE):
+        raise ReplayMismatch(
+            f"{named}, the other states are not: log-probabilities were taken before the rounding, and differ from "
+            f"those of the stored states ({measured}); store latents and next_latents as the log-probability saw them"
+        )
+    if off is not None and off > RATIO_TOLERANCE:
+        why = named or "the trainer's arithmetic is in half precision, or its log_probs are"
+        warnings.warn(
+            f"log-probabilities differ from the stored ones by {measured}: {why}; ratios are off by as much on policy",
+            RatioNoise,
+            stacklevel=3,
+        )
 
 
-def _check_log_probs(trajectory: Trajectory, coefficients: Sequence[Coefficients]) -> None:
+def _check_log_probs(trajectory: Trajectory, coefficients: Sequence[Coefficients]) -> float:
+    """Largest difference of log-probabilities to those of the noise."""
     own = [
         trajectory.transition.log_prob(trajectory.next_latents[j], trajectory.mean(j), step.scale)
         for j, step in enumerate(coefficients)
     ]
-    wrong = ~((torch.stack(own) - trajectory.log_probs).abs() <= LOG_PROB_TOLERANCE)
+    off = (torch.stack(own) - trajectory.log_probs).abs()
+    wrong = ~(off <= LOG_PROB_TOLERANCE)
     if wrong.any():
         step, row = wrong.nonzero()[0].tolist()
         raise ReplayMismatch(
@@ -231,6 +265,7 @@ def _check_log_probs(trajectory: Trajectory, coefficients: Sequence[Coefficients
             f"{trajectory.transition} gives {own[step][row].item():.6g} at step {step} of sample {row}: another eta, "
             "kernel or schedule, or log-probabilities without their normalising term (setting normalised)"
         )
+    return off.max().item()
 
 
 def _steps(steps: Tensor | None, batch: int, count: int, trainable: int) -> Tensor:

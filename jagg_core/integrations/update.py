@@ -10,7 +10,6 @@ from torch import Tensor
 
 from jagg_core.checks import require_one_of
 from jagg_core.engine import PartlyClipped, Report, UpstreamMode, accumulate_gradients
-from jagg_core.integrations.replay import knows_noise
 from jagg_core.objective import ClippedSurrogate
 from jagg_core.plans import Plan
 from jagg_core.policy import VelocityPolicy
@@ -49,7 +48,8 @@ def plan_update(
     Args:
         policy: as in `jagg_core.engine.accumulate_gradients`; so are all that say no more.
         trajectory: T steps of B samples; see `jagg_core.integrations.host_trajectory`.
-        advantages: ``[B]``, or ``[B, T]`` if they were repeated over steps.
+        advantages: ``[B]``, or ``[B, T]``, which may differ over steps: in the order in which the steps were given to
+            `jagg_core.integrations.host_trajectory`. Of a trajectory that was not made there: from high noise to low.
         plan: for T steps.
         objective: the loss.
         scale: factor of the loss, summed over samples and steps, before the host's own. For a trainer whose loss of a
@@ -71,20 +71,15 @@ def plan_update(
     """
     require_one_of("backward", backward, HostBackward)
     require_one_of("upstream", upstream, UpstreamMode)
-    if not knows_noise(trajectory):
-        if upstream in ("closed_form", "interpolated"):
-            raise ValueError(f"upstream={upstream!r} needs the rollout's noise or velocities, which were not stored")
-        if plan.knot_sigmas is not None:
-            raise ValueError(f"plan {plan.name!r} has predicted knots, which need the rollout's noise or velocities")
     if accelerator is not None and backward_fn is not None:
         raise ValueError("accelerator has a backward of its own: backward_fn must be None with it")
-    per_sample = _per_sample(advantages)
+    advantages = _in_order(advantages, trajectory)
 
     def run(through: Callable[[Tensor], None] | None) -> Report:
         return accumulate_gradients(
             policy,
             trajectory,
-            per_sample,
+            advantages,
             plan,
             objective,
             upstream,
@@ -112,14 +107,15 @@ def plan_update(
         window.close()
 
 
-def _per_sample(advantages: Tensor) -> Tensor:
+def _in_order(advantages: Tensor, trajectory: Trajectory) -> Tensor:
+    """``[B]``, or ``[B, T]`` in the trajectory's order of steps."""
     if advantages.ndim != 2:
         return advantages
-    if not (advantages == advantages[:, :1]).all():
-        raise ValueError(
-            "advantages must be the same at every step of a sample, found others: a KL in the reward, taken per step?"
-        )
-    return advantages[:, 0]
+    if (advantages == advantages[:, :1]).all():
+        return advantages[:, 0]
+    if trajectory.order is None or advantages.shape != trajectory.order.shape:
+        return advantages
+    return advantages.gather(1, trajectory.order.to(advantages.device))
 
 
 def _backward_calls(plan: Plan, backward: HostBackward, batch: int, max_rows: int | None) -> int:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from jagg_core.engine import OffPolicyError, accumulate_gradients
+from jagg_core.engine import OffPolicyError, RatioNoise, accumulate_gradients
 from jagg_core.integrations import HostPolicy, host_trajectory, plan_update, window_plan
 from jagg_core.objective import ClippedSurrogate
 from jagg_core.plans import causal_plan, exact_plan
@@ -170,7 +170,8 @@ def test_bf16_latents_pass_the_check() -> None:
     trajectory = rollout(policy, SCHEDULE, DanceSDE(0.3), noise_like(4, 20, 30), seed=0)
     host = stored(trajectory, velocity=velocities(policy, trajectory).bfloat16())
     host["latents"], host["next_latents"] = host["latents"].bfloat16(), host["next_latents"].bfloat16()
-    found = host_trajectory(**host)
+    with pytest.warns(RatioNoise, match=r"up to .*: latents are bfloat16 and next_latents are bfloat16"):
+        found = host_trajectory(**host)
     assert found.latents.dtype == found.noise.dtype == found.log_probs.dtype == torch.float32
 
 
@@ -181,7 +182,6 @@ def test_bf16_latents_pass_the_check() -> None:
         ({"next_latents": torch.zeros(4, 6, 3)}, "latents and next_latents must have shape"),
         ({"velocity": torch.zeros(4, 6, 3, 1)}, r"velocity must have the shape \[4, 6, 3, 2\]"),
         ({"noise": torch.zeros(4, 6, 3, 2), "velocity": torch.zeros(4, 6, 3, 2)}, "velocity and noise say the same"),
-        ({"weights_version": 1}, "weights_version allows the closed form, which needs velocity, mean or noise"),
         ({"steps": torch.arange(5)}, r"steps must have shape \[6\] or \[4, 6\], found \[5\]"),
         ({"steps": torch.arange(2, 8)}, r"steps must lie in 0..6, the steps that have noise, found 2 to 7"),
         ({"steps": torch.tensor([0, 1, 2, 3, 4, 4])}, "steps must differ from one another"),
@@ -225,8 +225,109 @@ def test_what_needs_the_noise_is_refused_without_it(settings: dict[str, Any], me
     with pytest.raises(ValueError, match=message):
         plan_update(policy, host, ADVANTAGES, objective=OBJECTIVE, scale=1.0, **arguments)
     assert policy.calls == []
-    with pytest.raises(FloatingPointError):
+    with pytest.raises(ValueError, match=message):
         accumulate_gradients(policy, host, ADVANTAGES, arguments["plan"], OBJECTIVE, arguments.get("upstream", "auto"))
+    assert policy.calls == []
+
+
+class InOtherUnits(MlpField):
+    """Told sigma, takes it for sigma * 1000 once ``wrong`` is set."""
+
+    wrong = False
+
+    def velocity(self, latents: Tensor, sigma: Tensor, rows: Tensor) -> Tensor:
+        return super().velocity(latents, sigma / 1000 if self.wrong else sigma, rows)
+
+
+@pytest.mark.parametrize("kept", [True, False], ids=["with velocities", "without"])
+@pytest.mark.parametrize("backward", ["sequential", "batched", "joint"])
+def test_a_timestep_in_other_units_is_caught(kept: bool, backward: Any) -> None:
+    """Without velocities by the weights, which are the rollout's while the ratios are not 1."""
+    policy = InOtherUnits()
+    trajectory = make_rollout(policy)
+    more = {"velocity": velocities(policy, trajectory)} if kept else {}
+    host = host_trajectory(**stored(trajectory, weights_version=weights_version(policy), **more))
+    plan = causal_plan(host.sigmas, [0, 2, 4])
+    report = plan_update(policy, host, ADVANTAGES, plan, OBJECTIVE, scale=1.0, backward=backward)
+    assert report.upstream == ("closed_form" if kept else "autograd")
+    policy.zero_grad()
+    policy.wrong = True
+    with pytest.raises(OffPolicyError, match=r"weights are the rollout's.* \(sigma, or sigma \* 1000\)"):
+        plan_update(policy, host, ADVANTAGES, plan, OBJECTIVE, scale=1.0, backward=backward)
+    assert policy.inner.grad is None
+    nudge(policy, 0.01)
+    assert plan_update(policy, host, ADVANTAGES, plan, OBJECTIVE, scale=1.0).upstream == "autograd"
+
+
+@pytest.mark.parametrize("kept", [True, False], ids=["with velocities", "without"])
+def test_one_tensor_in_half_precision_is_named(kept: bool) -> None:
+    """flow_grpo's Flux pipeline rounds the states after it has taken their log-probability."""
+    policy = MlpField(elements=600)
+    trajectory = rollout(policy, SCHEDULE, DanceSDE(0.3), noise_like(4, 20, 30), seed=0)
+    host = stored(trajectory, **({"velocity": velocities(policy, trajectory)} if kept else {}))
+    host["next_latents"] = host["next_latents"].bfloat16()
+    measured = r"up to 0\.00\d" if kept else "not measurable"
+    with pytest.raises(ReplayMismatch, match=f"^next_latents are bfloat16, the other states are not: .*{measured}"):
+        host_trajectory(**host)
+
+
+def test_states_rounded_before_their_log_probability_are_welcome() -> None:
+    """Flow-Factory: through the storage dtype and back, then the log-probability."""
+    policy = MlpField(elements=600)
+    trajectory = rollout(policy, SCHEDULE, DanceSDE(0.3), noise_like(4, 20, 30).float(), seed=0)
+    host = stored(trajectory, velocity=velocities(policy, trajectory))
+    host["next_latents"] = host["next_latents"].bfloat16()
+    kernel = trajectory.transition
+    means = [
+        kernel_step(kernel, trajectory.latents[j], host["velocity"][:, j], SCHEDULE[j], SCHEDULE[j + 1])
+        for j in range(6)
+    ]
+    after = host["next_latents"].float()
+    log_probs = [kernel.log_prob(after[:, j], mean, scale.flatten()) for j, (mean, scale) in enumerate(means)]
+    host_trajectory(**host | {"log_probs": torch.stack(log_probs, 1)})
+
+
+def test_the_compute_dtype_decides_how_far_ratios_may_be_from_one() -> None:
+    """Accelerate returns fp32 from a network in bf16, and the weights of a LoRA are fp32."""
+    field = MlpField(elements=600, dtype=torch.float32)
+    trajectory = rollout(field, SCHEDULE, DanceSDE(0.3), noise_like(4, 20, 30).float(), seed=0)
+    host = host_trajectory(
+        **stored(trajectory, velocity=velocities(field, trajectory), weights_version=weights_version(field))
+    )
+
+    def rounded(latents: Tensor, sigma: Tensor, rows: Tensor) -> Tensor:
+        return field.velocity(latents, sigma, rows) * 1.03
+
+    plan = exact_plan(host.sigmas)
+    with pytest.raises(OffPolicyError, match=r"limit 0.0001 of torch.float32.* compute_dtype of the policy says"):
+        plan_update(HostPolicy(rounded, field.parameters()), host, ADVANTAGES, plan, OBJECTIVE, scale=1.0)
+    policy = HostPolicy(rounded, field.parameters(), compute_dtype=torch.bfloat16)
+    report = plan_update(policy, host, ADVANTAGES, plan, ClippedSurrogate(clip_range=0.1), scale=1.0)
+    assert 1e-4 < report.log_ratio_max < 2e-2
+
+
+def test_advantages_by_step_are_in_the_order_of_the_stored_steps() -> None:
+    """Every sample in an order of its own, as DanceGRPO has it."""
+    policy = MlpField()
+    trajectory = make_rollout(policy)
+    perms = torch.stack([torch.randperm(6, generator=torch.Generator().manual_seed(i))[:4] for i in range(4)])
+    rows = torch.arange(4)[:, None]
+    host = stored(trajectory, noise=trajectory.noise.transpose(0, 1))
+    for name in ("latents", "next_latents", "log_probs", "noise"):
+        host[name] = host[name][rows, perms]
+    by_step = noise_like(4, 6, seed=2)
+    expected_trajectory = trajectory.select(perms.sort(dim=1).values)
+    plan = window_plan(expected_trajectory.sigmas, 2)
+    in_order = by_step.gather(1, perms.sort(dim=1).values)
+    expected, _ = gradient(policy, expected_trajectory, in_order, plan, OBJECTIVE, "autograd")
+    found = host_trajectory(**host, steps=perms)
+    policy.zero_grad()
+    plan_update(policy, found, by_step[rows, perms], plan, OBJECTIVE, scale=1.0)
+    assert relative_error(flat_gradient(policy), expected) < 1e-12
+    policy.zero_grad()
+    for part, advantages in zip(found.split(1), by_step[rows, perms].split(1), strict=True):
+        plan_update(policy, part, advantages, window_plan(part.sigmas, 2), OBJECTIVE, scale=1.0)
+    assert relative_error(flat_gradient(policy), expected) < 1e-11
 
 
 # The policy

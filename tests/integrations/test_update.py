@@ -254,7 +254,7 @@ def test_a_backward_of_the_hosts_own() -> None:
         ({"backward": "auto"}, "backward must be one of .* found 'auto'"),
         ({"upstream": "exact"}, "upstream must be one of .* found 'exact'"),
         ({"backward_fn": torch.Tensor.backward, "accelerator": object()}, "backward_fn must be None with it"),
-        ({"advantages": ADVANTAGES[:, None] * torch.arange(6)}, "must be the same at every step of a sample"),
+        ({"advantages": ADVANTAGES[:, None] * torch.arange(5)}, r"advantages must have shape \[4\] or \[4, 6\], found"),
     ],
 )
 def test_what_does_not_fit_is_named(changes: dict[str, Any], message: str) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -58,3 +58,18 @@ class ClassifierFreeGuidance:
             inner: dict[str, str] = getattr(policy, "signature", dict)()
             settings.update({f"{name} {key}": value for key, value in inner.items()})
         return settings
+
+
+def has_reentrant_checkpointing(velocity: Tensor) -> bool:
+    """Whether reentrant activation checkpointing is in the graph of ``velocity``."""
+    seen: set[Any] = set()
+    queue: list[Any] = [velocity.grad_fn]
+    while queue:
+        node = queue.pop()
+        if node is None or node in seen:
+            continue
+        if node.name() == "CheckpointFunctionBackward":
+            return True
+        seen.add(node)
+        queue += [following for following, _ in node.next_functions]
+    return False

@@ -11,7 +11,7 @@ from torch import Tensor
 from jagg_core.distributed import ranks
 from jagg_core.engine.modes import Modes
 from jagg_core.plans import Plan
-from jagg_core.policy import VelocityPolicy
+from jagg_core.policy import VelocityPolicy, has_reentrant_checkpointing
 from jagg_core.trajectory import Trajectory, at_least_fp32
 
 
@@ -39,6 +39,7 @@ class Passes:
         self._trajectory = trajectory
         self._plan = plan
         self._knots_per_pass = modes.knots_per_pass
+        self._joint = modes.backward == "joint"
         self._clock = clock
         self._backward_fn = backward_fn
         self.rows = trajectory.rows.to(trajectory.latents.device)
@@ -113,11 +114,17 @@ class Passes:
         """One backward call from ``velocities`` with their gradients ``totals``, each ``[B, *D]``.
 
         Raises:
-            ValueError: a velocity without a graph.
+            ValueError: a velocity without a graph; on several ranks, a joint backward through reentrant checkpointing,
+                under which DistributedDataParallel reduces a gradient before all graphs have added to it.
             FloatingPointError: see `not_finite`.
         """
         if not all(v.requires_grad for v in velocities):
             raise ValueError("policy: the velocity has no graph; do its parameters require gradients?")
+        if self._joint and len(velocities) > 1 and ranks() > 1 and any(map(has_reentrant_checkpointing, velocities)):
+            raise ValueError(
+                "backward='joint' on several ranks needs checkpointing with use_reentrant=False, found reentrant: each "
+                "of its inner backward calls may reduce gradients too early; or use backward='sequential' or 'batched'"
+            )
         if self._plan.knot_sigmas is not None and not all(torch.isfinite(v).all() for v in velocities):
             self.not_finite("the velocity is not finite at one of the predicted knots")
         with self.timed("backward"):

@@ -10,8 +10,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from jagg_core.backbones import load_backbone
-from jagg_core.backbones.check import CHECKS, Finding, check_backbone, has_reentrant_checkpointing
+from jagg_core.backbones.check import CHECKS, Finding, check_backbone
 from jagg_core.backbones.pixel import PixelPolicy
+from jagg_core.policy import has_reentrant_checkpointing
 
 SHAPE = (3, 2, 2)
 GRADIENTS = {"every parameter", "closed form", "pairs", "joint", "batched"}

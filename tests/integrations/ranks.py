@@ -14,9 +14,10 @@ from accelerate import Accelerator
 from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
+from jagg_core.engine import accumulate_gradients
 from jagg_core.integrations import HostPolicy, plan_update
 from jagg_core.objective import ClippedSurrogate
-from jagg_core.plans import causal_plan
+from jagg_core.plans import causal_plan, jagg_plan
 from jagg_core.trajectory import Trajectory
 from tests.jagg_core.fields import ADVANTAGES, MlpField, flat_gradient, gradient, make_rollout, with_log_ratios
 
@@ -38,6 +39,25 @@ def rollout_of(field: Field, rank: int, clipped: bool) -> Trajectory:
     if clipped and rank == 0:
         log_ratios[1, 0] = 0.05
     return with_log_ratios(make_rollout(field, seed=rank), log_ratios)
+
+
+def reentrant_cases(rank: int) -> dict[str, Any]:
+    """By mode of the backward: the gradient under reentrant checkpointing and DistributedDataParallel, or the error."""
+    found: dict[str, Any] = {}
+    for backward in ("batched", "joint"):
+        field = Field(checkpointing=True, reentrant=True)
+        wrapped = torch.nn.parallel.DistributedDataParallel(field)
+        trajectory = rollout_of(field, rank, False)
+        plan = jagg_plan(trajectory.sigmas, 3, 1.0)
+        try:
+            accumulate_gradients(
+                HostPolicy(wrapped, field.parameters()), trajectory, ADVANTAGES, plan, OBJECTIVE, "auto", backward
+            )
+            found[backward] = flat_gradient(field).tolist()
+        except ValueError as error:
+            found[backward] = str(error)
+            assert field.inner.grad is None
+    return found
 
 
 def work(rank: int, folder: str) -> None:
@@ -97,5 +117,6 @@ def work(rank: int, folder: str) -> None:
             "gradient": flat_gradient(field).tolist(),
             "alone": alone[name],
         }
+    results["reentrant"] = reentrant_cases(rank)
     dist.destroy_process_group()
     (Path(folder) / f"rank{rank}.json").write_text(json.dumps(results))

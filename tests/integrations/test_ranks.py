@@ -41,3 +41,11 @@ def test_ranks_stay_in_step(results: list[dict[str, Any]], upstream: str, backwa
     assert here["contexts"] % 12 == 0
     if upstream == "auto":
         assert here["reductions"] == 1
+
+
+def test_a_joint_backward_through_reentrant_checkpointing_is_refused(results: list[dict[str, Any]]) -> None:
+    """DistributedDataParallel would reduce a gradient before both graphs have added to it, and ranks would differ."""
+    here, there = (rank["reentrant"] for rank in results)
+    assert here["joint"] == there["joint"]
+    assert "use_reentrant=False" in here["joint"]
+    assert here["batched"] == there["batched"]

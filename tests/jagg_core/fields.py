@@ -53,6 +53,7 @@ class MlpField(nn.Module):
         dtype: torch.dtype = torch.float64,
         dropout: float = 0.0,
         checkpointing: bool = False,
+        reentrant: bool = False,
     ) -> None:
         super().__init__()
         generator = torch.Generator().manual_seed(seed)
@@ -66,6 +67,7 @@ class MlpField(nn.Module):
         self.register_buffer("prompts", draw(samples, 3))
         self.dropout = nn.Dropout(dropout)
         self.checkpointing = checkpointing
+        self.reentrant = reentrant
         self.calls: list[Call] = []
         self.block_calls = 0
 
@@ -79,7 +81,11 @@ class MlpField(nn.Module):
         self.calls.append(Call(rows.tolist(), sigma.tolist(), torch.is_grad_enabled()))
         dtype = self.inner.dtype
         x = torch.cat([latents.flatten(1).to(dtype), sigma[:, None].to(dtype), self.prompts[rows]], dim=1)
-        hidden = checkpoint(self.block, x, use_reentrant=False) if self.checkpointing else self.block(x)
+        hidden = (
+            checkpoint(self.block, x.requires_grad_(), use_reentrant=self.reentrant)
+            if self.checkpointing
+            else self.block(x)
+        )
         return (hidden @ self.outer.T).reshape(latents.shape)
 
 

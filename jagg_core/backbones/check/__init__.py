@@ -1,7 +1,6 @@
 """The contract of a backbone, checked on a loaded one: what the engine and the calibration take for granted."""
 
-from jagg_core.backbones.check.gradients import has_reentrant_checkpointing
 from jagg_core.backbones.check.probe import TOLERANCE
 from jagg_core.backbones.check.run import CHECKS, Finding, check_backbone
 
-__all__ = ["CHECKS", "TOLERANCE", "Finding", "check_backbone", "has_reentrant_checkpointing"]
+__all__ = ["CHECKS", "TOLERANCE", "Finding", "check_backbone"]

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from torch import Tensor
-
 from jagg_core.backbones.check.probe import Outcome, Probe, relative_error, same
 from jagg_core.plans import causal_plan, exact_plan, jagg_plan
+from jagg_core.policy import has_reentrant_checkpointing
 
 
 def every_parameter(probe: Probe) -> Outcome:
@@ -66,18 +63,3 @@ def checkpointing(probe: Probe) -> Outcome:
     error = max(relative_error([velocity], [before]), relative_error(after.exact, exact))
     what = "gradient checkpointing changes neither velocities nor gradients"
     return same(probe, error, what, "reentrant, or the recomputed forward differs?")
-
-
-def has_reentrant_checkpointing(velocity: Tensor) -> bool:
-    """Whether reentrant activation checkpointing is in the graph of ``velocity``."""
-    seen: set[Any] = set()
-    queue: list[Any] = [velocity.grad_fn]
-    while queue:
-        node = queue.pop()
-        if node is None or node in seen:
-            continue
-        if node.name() == "CheckpointFunctionBackward":
-            return True
-        seen.add(node)
-        queue += [following for following, _ in node.next_functions]
-    return False

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from jagg_core import initial_latents
 from jagg_core.backbones import load_backbone
-from jagg_core.backbones.check import has_reentrant_checkpointing
 from jagg_core.backbones.pretrained.sd3 import StableDiffusion3
+from jagg_core.policy import has_reentrant_checkpointing
 from jagg_core.schedule import dynamic_mu, sd3_schedule
 from tests.backbones.pretrained.conftest import PROMPTS, TINY
 

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from jagg_core import initial_latents
 from jagg_core.backbones import load_backbone
-from jagg_core.backbones.check import has_reentrant_checkpointing
 from jagg_core.backbones.pretrained.wan import Experts, Wan
+from jagg_core.policy import has_reentrant_checkpointing
 from jagg_core.schedule import sd3_schedule
 from tests.backbones.pretrained.conftest import PROMPTS, TINY
 from tests.backbones.pretrained.tiny_wan import BOUNDARY

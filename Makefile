@@ -10,9 +10,16 @@ PYTEST_ARGS ?=
 # Processes that share the tests, file by file; networks are so small that a thread each is best.
 WORKERS ?= 2
 ARGS ?=
+# About a minute on two cores: numbers by hand, pinned numbers, and the stored tables made again.
+QUICK := $(addprefix tests/,jagg_core/test_plan.py jagg_core/test_pinned.py jagg_core/test_theory.py bench/test_noise.py \
+	bench/test_compare.py analysis/test_statistics.py analysis/test_bank.py analysis/test_similarity.py \
+	analysis/test_reference.py analysis/test_calibrate.py analysis/test_reproduce.py)
+# Kernels of a processor of 2008, so that no test hangs on the last bit. numpy names what it may leave out.
+OLD_KERNELS = ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=SSE41 MKL_CBWR=COMPATIBLE OPENBLAS_CORETYPE=Nehalem \
+	NPY_DISABLE_CPU_FEATURES="$$($(BIN)/python -c 'import numpy; print(*numpy.show_config("dicts")["SIMD Extensions"].get("found", []))')"
 
 .DEFAULT_GOAL := setup
-.PHONY: setup test reproduce reference lint format docs clean
+.PHONY: setup test quick old-kernels reproduce reference lint format docs clean
 
 setup: $(STAMP)
 
@@ -29,6 +36,13 @@ test: export HF_HUB_OFFLINE = 1
 test: export OMP_NUM_THREADS = 1
 test: $(STAMP)
 	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile $(PYTEST_ARGS)
+
+quick:
+	$(MAKE) test PYTEST_ARGS='$(QUICK)'
+
+# The quick tests as another processor computes them.
+old-kernels: $(STAMP)
+	$(OLD_KERNELS) $(MAKE) quick
 
 reproduce: $(STAMP)
 	$(BIN)/python -m analysis reproduce $(ARGS)

@@ -19,9 +19,19 @@ OLD_KERNELS = ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=SSE41 MKL_CBWR=COMP
 	NPY_DISABLE_CPU_FEATURES="$$($(BIN)/python -c 'import numpy; print(*numpy.show_config("dicts")["SIMD Extensions"].get("found", []))')"
 
 .DEFAULT_GOAL := setup
-.PHONY: setup test quick old-kernels reproduce reference lint format docs clean
+.PHONY: setup help test quick old-kernels reproduce reference lint format docs clean
 
 setup: $(STAMP)
+
+help:
+	@echo 'make setup        .venv with everything (the other targets do it when needed)'
+	@echo "make test         all tests; a part: make test PYTEST_ARGS='tests/jagg_core -k plan'"
+	@echo 'make quick        tests that hold numbers, about a minute'
+	@echo 'make old-kernels  the same with the kernels of another processor'
+	@echo 'make lint         ruff, mypy; make format: what ruff can repair'
+	@echo "make reproduce    the main job; a smoke run: make reproduce ARGS='--quick'"
+	@echo 'make reference    every stored record anew: hours'
+	@echo 'make docs         API pages in build/docs; make clean: caches and build output go'
 
 # torch comes first and alone: the version in constraints.txt, from wherever pip is configured to find it (a CPU wheel
 # if that is what it finds), so that nothing installed later pulls in another build.

@@ -9,6 +9,9 @@ import pandas as pd
 
 from analysis.report import figures
 from analysis.report.page import render, write_tables_and_figures
+from bench.cost import Machine, Update
+from bench.matched import fitting, matched
+from bench.work import PassWork
 from jagg_core.files import write_atomically
 from jagg_core.records import Record, RecordError, read_json
 
@@ -20,6 +23,9 @@ STAGES = {"training step": "step", "update stage": "update"}
 
 PARTS = ("group", "update", "step")
 """What is predicted, from the smallest to what a user waits for."""
+
+SHARES = {"matched": ("with_checkpointing", "without", "several_steps"), "fitting": ("other", "step", "update_stage")}
+"""Columns of shares, by table."""
 
 TOLERATED = 0.03
 """Largest difference to a published reduction that needs no explanation."""
@@ -78,6 +84,18 @@ def fits(record: Record) -> pd.DataFrame:
             about = {key: cell.values[key] for key in ("backbone", "window", "batch")}
             rows += [about | {"arm": arm} | found for arm, found in cell.values["arms"].items()]
     return pd.DataFrame(rows)
+
+
+def matched_tables(record: Record) -> dict[str, pd.DataFrame]:
+    """Savings of a step under matched settings, and every setting that fits the published savings of a step."""
+    work = PassWork(**record.cell("work").values)
+    update = Update(**record.settings["update"] | {"passes": tuple(record.settings["update"]["passes"])})
+    machine = Machine(**record.settings["machine"])
+    steps = [found["reduction"] for found in read_json(PUBLISHED)["figures"] if found["what"] == "training step"]
+    return {
+        "matched": pd.DataFrame(matched(work, update, machine)),
+        "fitting": pd.DataFrame(fitting(work, steps, machine)),
+    }
 
 
 def noise(record: Record) -> list[str]:
@@ -142,6 +160,10 @@ def printable(frames: dict[str, pd.DataFrame]) -> dict[str, pd.DataFrame]:
         shown["beside_the_paper"] = paper.assign(**{name: paper[name].map("{:.1%}".format) for name in shares}).rename(
             columns={"predicted_without_inner_forwards": "predicted, without inner forwards"}
         )
+    for name, columns in SHARES.items():
+        if len(frames.get(name, ())):
+            shown[name] = frames[name].assign(**{c: frames[name][c].map("{:.1%}".format) for c in columns})
+            shown[name].columns = [column.replace("_", " ") for column in shown[name]]
     if len(fitted):
         times = {name: fitted[name].map("{:.4g}".format) for name in ("predicted_s", "measured_s")}
         shown["fits"] = fitted.assign(**times, error=fitted["error"].map("{:+.1%}".format))
@@ -156,6 +178,7 @@ def write_cost_report(run: Path, record: Record) -> tuple[Path, dict[str, pd.Dat
     """
     table = costs(record)
     frames = {"costs": table, "beside_the_paper": beside_the_paper(record, table), "fits": fits(record)}
+    frames |= matched_tables(record)
     shown, said = printable(frames), sentences(record, table, frames["beside_the_paper"])
     pictures = write_tables_and_figures(run, frames, {"cost": figures.cost_by_devices(table)})
     page = render("cost.html", record=record, findings=said, shown=shown, pictures=pictures)

@@ -30,7 +30,7 @@ def plan_update(
     upstream: UpstreamMode = "auto",
     backward: HostBackward = "sequential",
     reference: VelocityPolicy | None = None,
-    partly_clipped: PartlyClipped = "exact",
+    partly_clipped: PartlyClipped = "keep",
     max_rows: int | None = None,
     clock: Callable[[], float] | None = None,
     backward_fn: Callable[[Tensor], None] | None = None,
@@ -57,7 +57,9 @@ def plan_update(
         upstream: as there; only ``"autograd"``, or ``"auto"`` in its place, where the rollout's noise is not known.
         backward: as there, without ``"auto"``. ``"sequential"`` holds one graph at a time, as the loop did.
         reference: policy of the KL term.
-        partly_clipped: what happens to samples with some steps clipped, some not.
+        partly_clipped: what happens to samples with some steps clipped, some not. ``"keep"`` makes no more passes than
+            the plan: clipped steps have no upstream gradient, and add nothing to a knot. ``"exact"`` soon makes as many
+            as there are steps (``docs/method.md``).
         max_rows: most rows of a batched pass.
         clock: timer in seconds.
         backward_fn: a backward for scalars, of a trainer without Accelerate.

@@ -102,6 +102,7 @@ def work(rank: int, folder: str) -> None:
                 scale=1.0,
                 upstream=upstream,
                 backward=backward,
+                partly_clipped="exact",
                 accelerator=accelerator,
                 models=[wrapped],
             )

@@ -211,7 +211,16 @@ def test_deepspeed_refuses_passes_that_depend_on_clipping() -> None:
     accelerator = make_accelerator(6, WithDeepSpeed)
     policy.calls.clear()
     with pytest.raises(ValueError, match="use partly_clipped='keep'"):
-        plan_update(policy, trajectory, ADVANTAGES, CAUSAL, OBJECTIVE, scale=1.0, accelerator=accelerator)
+        plan_update(
+            policy,
+            trajectory,
+            ADVANTAGES,
+            CAUSAL,
+            OBJECTIVE,
+            scale=1.0,
+            partly_clipped="exact",
+            accelerator=accelerator,
+        )
     assert policy.calls == []
     assert accelerator.step == 0
 
@@ -226,10 +235,13 @@ def test_passes_for_partly_clipped_samples_stay_in_the_window() -> None:
     expected, _ = gradient(policy, trajectory, ADVANTAGES, plan, OBJECTIVE, "autograd", "sequential", scale=1 / 6)
     policy.zero_grad()
     accelerator = make_accelerator(6)
-    report = plan_update(policy, trajectory, ADVANTAGES, plan, OBJECTIVE, scale=1.0, accelerator=accelerator)
+    settings = {"scale": 1.0, "accelerator": accelerator}
+    report = plan_update(policy, trajectory, ADVANTAGES, plan, OBJECTIVE, partly_clipped="exact", **settings)
     assert (report.partly_clipped, report.backward_calls, report.passes) == (1, 4, 4)
     assert relative_error(flat_gradient(policy), expected) < 1e-12
     assert (accelerator.step, accelerator.sync_gradients) == (6, True)
+    kept = plan_update(policy, trajectory, ADVANTAGES, plan, OBJECTIVE, **settings)
+    assert (kept.partly_clipped, kept.backward_calls, kept.passes) == (0, 2, 2), "as many as the plan, by default"
 
 
 def test_a_backward_of_the_hosts_own() -> None:

@@ -81,11 +81,9 @@ class MlpField(nn.Module):
         self.calls.append(Call(rows.tolist(), sigma.tolist(), torch.is_grad_enabled()))
         dtype = self.inner.dtype
         x = torch.cat([latents.flatten(1).to(dtype), sigma[:, None].to(dtype), self.prompts[rows]], dim=1)
-        hidden = (
-            checkpoint(self.block, x.requires_grad_(), use_reentrant=self.reentrant)
-            if self.checkpointing
-            else self.block(x)
-        )
+        if self.reentrant:
+            x.requires_grad_()  # reentrant checkpointing needs an input that does
+        hidden = checkpoint(self.block, x, use_reentrant=self.reentrant) if self.checkpointing else self.block(x)
         return (hidden @ self.outer.T).reshape(latents.shape)
 
 

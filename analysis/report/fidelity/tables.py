@@ -198,14 +198,10 @@ def speed(records: list[Record]) -> pd.DataFrame:
     """Seconds per group (median over rounds) by phase, and speed-up over exact: ratio of medians, paired by round."""
     rows = []
     for record in records:
-        about_run = {
-            "backbone": record.backbone,
-            "window": record.settings["window"],
-            "batch": record.settings["batch"],
-        }
-        for found in group_speed_ups(record):
+        for found in group_speed_ups(record):  # none of a run that failed, which has no settings
             backward = found.pop("backward")
-            row = about_run | found | interval_columns("speed_up", found["speed_up"])
+            row = {"backbone": record.backbone} | {name: record.settings[name] for name in ("window", "batch")}
+            row |= found | interval_columns("speed_up", found["speed_up"])
             rows.append(row | {"backward_speed_up": None if backward is None else backward.value})
     return pd.DataFrame(rows)
 

@@ -285,7 +285,7 @@ def _step(cell: Cell, trainer: GRPOTrainer) -> None:
     for name, value in seen.items():
         cell.samples.setdefault(name, []).append(value)
     if not metrics.skipped:
-        cell.values["passes"] = metrics.passes
+        cell.values["passes"] = round(metrics.passes * metrics.micro_batches)
     cell.values["skipped"] = trainer.skipped
 
 

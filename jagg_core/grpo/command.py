@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import traceback
 from argparse import ArgumentError
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,6 +19,7 @@ from jagg_core.grpo.presets import PRESETS, preset
 from jagg_core.grpo.reading import MODE, check_flags, load_yaml, require_values
 from jagg_core.grpo.run import WriteFailed, train
 from jagg_core.grpo.trainer import TrainingStopped
+from jagg_core.rewards import RewardFailed
 
 EXAMPLE = (
     "example: python -m jagg_core train --preset dancegrpo --model.backbone digits-flux --reward.name classifier "
@@ -88,14 +90,14 @@ def main(argv: Sequence[str]) -> None:
         join(config.model.device, config.run.timeout)
         first = rank() == 0
         with tqdm(total=config.run.updates, desc="train", unit="update", disable=not first) as bar:
-
-            def progress(metrics: Metrics) -> None:
-                bar.n = metrics.update
-                bar.set_postfix_str(_told(metrics))
-
+            shown = Progress(bar, config.rollout.prompts)
             trainer = train(
-                config, arguments.out, resume=arguments.resume, warm_start=arguments.warm_start, progress=progress
+                config, arguments.out, resume=arguments.resume, warm_start=arguments.warm_start, progress=shown
             )
+    except RewardFailed as error:
+        print(f"python -m jagg_core train: error: {error}", file=sys.stderr)
+        traceback.print_exception(error.__cause__)
+        sys.exit(1)
     except (TrainingStopped, RankFailed, WriteFailed) as error:
         sys.exit(f"python -m jagg_core train: stopped: {error}")
     except KeyboardInterrupt:
@@ -113,6 +115,37 @@ def main(argv: Sequence[str]) -> None:
             dist.destroy_process_group()
     if first:
         print(f"{trainer.update} updates, {trainer.skipped} skipped; wrote {arguments.out}")
+    if shown.updates and shown.skipped == shown.updates:
+        sys.exit(f"python -m jagg_core train: every update was skipped, the last one because: {shown.reason}")
+
+
+class Progress:
+    """Shows updates on a bar, and says once that one had no signal.
+
+    Attributes:
+        updates: that were made.
+        skipped: those of them that were skipped.
+        reason: why the last of these was.
+    """
+
+    def __init__(self, bar: Any, prompts: int) -> None:
+        self.updates, self.skipped, self.reason = 0, 0, ""
+        self._bar, self._prompts, self._noted = bar, prompts, False
+
+    def __call__(self, metrics: Metrics) -> None:
+        """Shows an update."""
+        self.updates += 1
+        self.skipped += bool(metrics.skipped)
+        self.reason = metrics.skipped or self.reason
+        self._bar.n = metrics.update
+        self._bar.set_postfix_str(_told(metrics))
+        if metrics.groups_without_signal == self._prompts and not (self._noted or self._bar.disable):
+            self._noted = True
+            self._bar.write(
+                f"note: update {metrics.update} had no signal: the samples of each prompt have equal rewards, so all "
+                "advantages are 0; groups_without_signal in metrics.csv counts such prompts",
+                file=sys.stderr,
+            )
 
 
 def _told(metrics: Metrics) -> str:

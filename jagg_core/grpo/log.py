@@ -4,30 +4,49 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Mapping
+import re
+from codecs import BOM_UTF16_BE, BOM_UTF16_LE
+from collections.abc import Mapping, Sequence
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, Protocol, TextIO
 
 from jagg_core.files import write_atomically
 from jagg_core.grpo.settings import RunSettings
 
 
-class Log:
-    """Rows of numbers by update.
+class Logger(Protocol):
+    """Takes figures by update: event files, or Weights & Biases."""
 
-    The CSV has a column for every figure of any row. On resume, rows after the checkpoint are dropped.
+    def add(self, row: Mapping[str, float]) -> None:
+        """Takes figures by name; one of them is ``update``."""
+
+    def close(self) -> None:
+        """Ends what was begun."""
+
+
+def open_loggers(folder: Path, settings: RunSettings, done: int) -> list[Logger]:
+    """Opens the loggers that a run asks for beside its CSV files; it goes on after the update ``done``."""
+    loggers: list[Logger] = []
+    if settings.tensorboard:
+        loggers.append(_Events(folder / "events", done))
+    if settings.wandb:
+        loggers.append(_Wandb(settings.wandb, folder))
+    return loggers
+
+
+class Log:
+    """Rows of figures by update, in a CSV and on loggers.
+
+    The CSV has a column for every figure of any row. On resume, rows after the checkpoint are dropped. Loggers get the
+    numbers, under ``prefix`` and the column's name.
     """
 
-    def __init__(self, folder: Path, settings: RunSettings, name: str, done: int) -> None:
-        self.path = folder / f"{name}.csv"
+    def __init__(self, path: Path, done: int, loggers: Sequence[Logger] = (), prefix: str = "") -> None:
+        self.path = path
         self._rows = [row for row in read_rows(self.path) if int(row["update"]) <= done]
         self._write()
-        self._loggers: list[Any] = []
-        if settings.tensorboard:
-            self._loggers.append(_Events(folder / "events", done))
-        if settings.wandb:
-            self._loggers.append(_Wandb(settings.wandb, folder))
+        self._loggers, self._prefix = loggers, prefix
 
     def add(self, row: Mapping[str, float | int | str | None]) -> None:
         """Add a row; it has an ``update``."""
@@ -37,8 +56,9 @@ class Log:
         else:
             with self.path.open("a", newline="") as file:
                 _writer(file).writerow(self._rows[-1].values())
+        numbers = {key: value for key, value in row.items() if isinstance(value, (int, float))}
         for logger in self._loggers:
-            logger.add({key: value for key, value in row.items() if isinstance(value, (int, float))})
+            logger.add({key if key == "update" else self._prefix + key: value for key, value in numbers.items()})
 
     def _write(self) -> None:
         columns = list(dict.fromkeys(key for row in self._rows for key in row))
@@ -47,23 +67,60 @@ class Log:
             _writer(text).writerows([columns, *([row.get(key, "") for key in columns] for row in self._rows)])
         write_atomically(self.path, text.getvalue().encode())
 
-    def close(self) -> None:
-        """End what was begun."""
-        for logger in self._loggers:
-            logger.close()
-
 
 def _writer(file: TextIO) -> Any:
     return csv.writer(file, lineterminator="\n")
 
 
 def read_rows(path: Path) -> list[dict[str, str]]:
-    """Rows of a log; a last line that was cut off by a kill is left out."""
-    if not path.exists():
+    """Reads the rows of a log, also of one that a spreadsheet stored: with another separator or decimal commas.
+
+    A last line that a kill cut off is left out; no other row ever is.
+
+    Raises:
+        ValueError: not such a table; names the file and the line.
+    """
+    try:
+        content = path.read_bytes()
+    except FileNotFoundError:
         return []
-    with path.open(newline="") as file:
-        rows = list(csv.DictReader(line for line in file if line.endswith("\n")))
-    return [row for row in rows if None not in row.values()]
+    utf16 = content.startswith((BOM_UTF16_LE, BOM_UTF16_BE))
+    try:
+        text = content.decode("utf-16" if utf16 else "utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} must be a table in UTF-8, got {error}") from error
+    whole, _, last = text.rpartition("\n")
+    if "\0" in last:  # a file system that was cut off may keep the length of a file without its content
+        text = whole + "\n"
+    elif "\0" in text:
+        raise ValueError(f"{path} must be a table, got a NUL in line {text[: text.index(chr(0))].count(chr(10)) + 1}")
+    separator = max(",;\t", key=text.partition("\n")[0].count)
+    lines = csv.reader(io.StringIO(text, newline=""), delimiter=separator)
+    numbered = [(lines.line_num, fields) for fields in lines if any(fields)]
+    if not numbered:
+        return []
+    columns = numbered[0][1]
+    while not columns[-1]:
+        columns.pop()
+    if "update" not in columns or len(set(columns)) < len(columns):
+        raise ValueError(f"{path} must begin with different names of columns, one of them update, got {columns}")
+    if (last or "\n" in numbered[-1][1][-1]) and len(numbered[-1][1]) < len(columns):
+        numbered.pop()
+    return [_row(path, line, columns, fields, separator) for line, fields in numbered[1:]]
+
+
+_COMMA = re.compile(r"([+-]?\d+),(\d+(?:[eE][+-]?\d+)?)")
+
+
+def _row(path: Path, line: int, columns: list[str], fields: list[str], separator: str) -> dict[str, str]:
+    """A line as figures by name; numbers get the point that a spreadsheet took from them."""
+    if len(fields) < len(columns) or any(fields[len(columns) :]):
+        raise ValueError(f"{path}, line {line}: must have {len(columns)} fields, got {len(fields)}")
+    values = [_COMMA.sub(r"\1.\2", text) if _COMMA.fullmatch(text) and separator != "," else text for text in fields]
+    row = dict(zip(columns, values, strict=False))
+    if not re.fullmatch(r"\d+(\.0*)?", row["update"]):
+        raise ValueError(f"{path}, line {line}: update must be a whole number, got {row['update']!r}")
+    return row | {"update": row["update"].partition(".")[0]}
 
 
 class _Events:

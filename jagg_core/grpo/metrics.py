@@ -26,9 +26,12 @@ class Metrics:
         clipped_share: mean over them, this rank.
         grad_norm: before clipping, of the last optimizer step; None if it was skipped.
         learning_rate: of the last optimizer step.
-        passes: differentiated passes of the update, in batches of a micro-batch.
-        forwards: forwards of the update.
+        passes: differentiated passes over a sample in a pass over the rollout, those of the plan; more where samples
+            that are partly clipped were made exact. Mean over micro-batches.
+        micro_batches: how often the plan was run: micro-batches of all optimizer steps, this rank.
+        forwards: forwards of all of them, each over a micro-batch.
         skipped: why the update was skipped; empty if it was not.
+        total_s: seconds of the update as a whole, evaluation and checkpoint apart; this rank.
         seconds: by stage, and of them in collectives (``communication``, see `CollectiveClock`); this rank.
     """
 
@@ -41,9 +44,11 @@ class Metrics:
     clipped_share: float | None = None
     grad_norm: float | None = None
     learning_rate: float = 0.0
-    passes: int = 0
+    passes: float = 0
+    micro_batches: int = 0
     forwards: int = 0
     skipped: str = ""
+    total_s: float = 0.0
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(STAGES, 0.0))
 
     def row(self) -> dict[str, float | int | str | None]:

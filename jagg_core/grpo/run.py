@@ -5,9 +5,11 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
+
+from torch.utils.benchmark.utils.timer import timer
 
 from jagg_core.backbones.trained import is_adapter, weights_files
 from jagg_core.checks import require_device
@@ -18,7 +20,7 @@ from jagg_core.grpo import checkpoint
 from jagg_core.grpo.config import GRPOConfig
 from jagg_core.grpo.inputs import require_same
 from jagg_core.grpo.learner import Learner
-from jagg_core.grpo.log import Log, read_rows
+from jagg_core.grpo.log import Log, open_loggers, read_rows
 from jagg_core.grpo.metrics import Metrics
 from jagg_core.grpo.trainer import GRPOTrainer, TrainingStopped
 from jagg_core.records import only_run_in, plain, read_json, write_json
@@ -67,9 +69,7 @@ def train(
         on_first_rank(lambda: _hold(held, config, folder, resume), device)
         trainer = _begun(config, folder, resume, warm_start)
         with _writing(folder):
-            logs = on_first_rank(lambda: _open_logs(folder, trainer), device) or {}
-        for log in logs.values():
-            held.callback(log.close)
+            logs = on_first_rank(lambda: _open_logs(held, folder, trainer), device) or {}
         _go_on(trainer, folder, logs, progress)
         with _writing(folder):
             export(trainer.learner, folder)
@@ -80,6 +80,8 @@ def _hold(held: ExitStack, config: GRPOConfig, folder: Path, resume: bool) -> No
     held.enter_context(only_run_in(folder))
     remove_partial(folder / "checkpoints")
     _require_fresh_or_same(config, folder, resume)
+    for name in ("metrics", "evaluation", "recalibration"):
+        read_rows(folder / f"{name}.csv")  # one that cannot be read is an error before anything is loaded
 
 
 def _begun(config: GRPOConfig, folder: Path, resume: bool, warm_start: Path | None) -> GRPOTrainer:
@@ -124,7 +126,9 @@ def _go_on(
             raise
         add("metrics", metrics.row())
         if config.run.eval_every and trainer.update % config.run.eval_every == 0:
-            add("evaluation", {"update": trainer.update, **trainer.evaluate()})
+            start = timer()
+            rewards = trainer.evaluate()
+            add("evaluation", {"update": trainer.update, **rewards, "evaluation_s": timer() - start})
         every = config.run.checkpoint_every
         if trainer.update == config.run.updates or (every and trainer.update % every == 0):
             with _writing(folder):
@@ -187,18 +191,22 @@ def export(learner: Learner, folder: Path) -> None:
     on_first_rank(write_all, backbone.device)
 
 
-def _open_logs(folder: Path, trainer: GRPOTrainer) -> dict[str, Log]:
+def _open_logs(held: ExitStack, folder: Path, trainer: GRPOTrainer) -> dict[str, Log]:
     """Store what the run is, and open its logs."""
     config, done, deferred = trainer.config, trainer.update, trainer.learner.deferred
     write_json(folder / "config.json", asdict(config))
     versions = {k: v for one in (trainer.reward, *trainer.watched.values()) for k, v in reward_versions(one).items()}
     parallel = {"ranks": ranks(), "unreduced_gradient_bytes": deferred.nbytes if deferred else 0}
     write_json(folder / "environment.json", environment() | parallel | {"rewards": versions})
-    plain_csv = replace(config.run, tensorboard=False, wandb="")
+    loggers = open_loggers(folder, config.run, done)
+    for logger in loggers:
+        held.callback(logger.close)
     # knots are searched before an update, so a run that resumes after `done` searches those of `done` again
     kept = {"evaluation": (config.run.eval_every, done), "recalibration": (config.plan.recalibrate_every, done - 1)}
-    others = {name: Log(folder, plain_csv, name, last) for name, (every, last) in kept.items() if every}
-    return {"metrics": Log(folder, config.run, "metrics", done), **others}
+    others = {
+        name: Log(folder / f"{name}.csv", last, loggers, f"{name}/") for name, (every, last) in kept.items() if every
+    }
+    return {"metrics": Log(folder / "metrics.csv", done, loggers), **others}
 
 
 def _require_fresh_or_same(config: GRPOConfig, folder: Path, resume: bool) -> None:

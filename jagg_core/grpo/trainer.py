@@ -25,7 +25,7 @@ from jagg_core.grpo.settings import TRANSITIONS, precision
 from jagg_core.imports import import_object
 from jagg_core.policy import VelocityPolicy
 from jagg_core.records import read_json
-from jagg_core.rewards import Reward, RewardNotFinite, load_reward, options_of, score
+from jagg_core.rewards import Reward, RewardNotFinite, load_reward, options_of, score_in_update
 from jagg_core.seeding import derive_seed, initial_latents
 from jagg_core.trajectory import Trajectory, policy_signature, rollout, sample_ode
 
@@ -126,9 +126,11 @@ class GRPOTrainer:
 
         Raises:
             TrainingStopped: too many updates in a row were skipped.
-            RankFailed: on several ranks, a reward or decoder failed on one; on a single rank its error is raised as
-                it is.
+            RewardFailed: the reward raised an error.
+            RankFailed: on several ranks, a reward or decoder failed on one; on a single rank the decoder's error is
+                raised as it is.
         """
+        start = timer()
         metrics = Metrics(self.update + 1, learning_rate=self.learner.learning_rate())
         collectives, device = self.learner.collectives, self.learner.backbone.device
         with collectives.running():
@@ -141,6 +143,7 @@ class GRPOTrainer:
                 self._learn(batches, metrics)
         if collectives.complete:
             metrics.seconds["communication"] = collectives.seconds()
+        metrics.total_s = timer() - start
         self.update += 1
         self._count(metrics)
         return metrics
@@ -171,7 +174,7 @@ class GRPOTrainer:
             if broken.error is None:
                 with broken.keep(Exception), timed(metrics, "reward"):
                     images = self.learner.backbone.decode(trajectory.final)
-                    rewards = score(self.reward, images, samples.prompts)
+                    rewards = score_in_update(self.reward, images, samples.prompts, self.update + 1)
                     steps = random_steps(given, seed, samples.ids)
                     trained = trajectory if steps is None else trajectory.select(steps)
                     found.append(Collected(samples, policy, trained, rewards))
@@ -233,7 +236,9 @@ class GRPOTrainer:
                 reports += found
         metrics.log_ratio_max = max(report.log_ratio_max for report in reports)
         metrics.clipped_share = sum(report.clipped_share for report in reports) / len(reports)
-        metrics.passes = sum(report.passes for report in reports)
+        metrics.micro_batches = len(reports)
+        passes = sum(report.passes for report in reports) / len(reports)
+        metrics.passes = int(passes) if passes.is_integer() else passes
         metrics.forwards = sum(report.forwards for report in reports)
 
     def _optimizer_step(
@@ -329,7 +334,8 @@ class GRPOTrainer:
         The prompts and noise are the same at every call.
 
         Raises:
-            RewardNotFinite, FloatingPointError: a value is not finite; and whatever a reward or decoder raises.
+            RewardNotFinite, FloatingPointError: a value is not finite.
+            RewardFailed: a reward raised another error. A decoder's is raised as it is.
             RankFailed: in their place on several ranks; names the ranks and their errors.
         """
         given, backbone = self.config.run, self.learner.backbone
@@ -346,7 +352,8 @@ class GRPOTrainer:
                     with broken.keep(Exception):
                         images = backbone.decode(final)
                         for name, reward in rewards.items():
-                            values[name].append(score(reward, images, samples.prompts))
+                            found = score_in_update(reward, images, samples.prompts, self.update)
+                            values[name].append(found)
                 if broken.error is not None and ranks() == 1:
                     break
         raise_together(broken.error, backbone.device)

@@ -3,10 +3,12 @@
 from jagg_core.rewards.base import (
     FunctionReward,
     Reward,
+    RewardFailed,
     RewardNotFinite,
     WeightedSum,
     reward_versions,
     score,
+    score_in_update,
 )
 from jagg_core.rewards.classifier import ClassifierLogProb, load_classifier, read_as_prompted, train_classifier
 from jagg_core.rewards.pixels import Colourfulness, Ink, Redness, Sharpness
@@ -21,6 +23,7 @@ __all__ = [
     "PreferenceReward",
     "Redness",
     "Reward",
+    "RewardFailed",
     "RewardNotFinite",
     "Sharpness",
     "WeightedSum",
@@ -33,5 +36,6 @@ __all__ = [
     "reward_fingerprints",
     "reward_versions",
     "score",
+    "score_in_update",
     "train_classifier",
 ]

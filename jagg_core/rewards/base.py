@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Protocol, runtime_checkable
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -15,6 +16,10 @@ RANGE_TOLERANCE = 1e-3
 
 class RewardNotFinite(ValueError):
     """A reward is NaN or infinite for some sample."""
+
+
+class RewardFailed(RuntimeError):
+    """A reward raised an error, which is the cause; names the reward, the update, the prompts and that error."""
 
 
 @runtime_checkable
@@ -107,11 +112,11 @@ def _first(bad: Tensor) -> int:
 def score(reward: Reward, images: Tensor, prompts: Sequence[str]) -> Tensor:
     """The rewards of images ``[N, C, H, W]`` in [0, 1] for N prompts: fp32 ``[N]`` on the images' device.
 
-    A NaN is never silently replaced: not by a zero, not by the group's mean. It is an error, and so is whatever the
-    reward itself raises.
+    A reward may return a list, a tuple or an array of N numbers instead of a tensor. A NaN is never silently replaced:
+    not by a zero, not by the group's mean. It is an error, and so is whatever the reward itself raises.
 
     Raises:
-        TypeError: ``prompts`` is one string; images are not floating point; the reward returns no tensor.
+        TypeError: ``prompts`` is one string; images are not floating point; the reward returns no numbers.
         ValueError: as many prompts as images are not given, pixels lie outside [0, 1], or the result is not of shape
             [N]. Names the first sample concerned.
         RewardNotFinite: a value is NaN or infinite.
@@ -133,9 +138,7 @@ def score(reward: Reward, images: Tensor, prompts: Sequence[str]) -> Tensor:
             f"images must be in [0, 1], found {low[i].item():g} to {high[i].item():g} in sample {i} "
             f"({int(outside.sum())} of {len(images)} samples concerned)"
         )
-    values = reward(images, prompts)
-    if not isinstance(values, Tensor):
-        raise TypeError(f"reward {reward.name} must return a tensor of shape [{len(images)}], found {type(values)}")
+    values = _as_tensor(reward(images, prompts), reward.name, len(images))
     if values.shape != (len(images),):
         raise ValueError(f"reward {reward.name} must return shape [{len(images)}], found {list(values.shape)}")
     values = values.detach().to(images.device, torch.float32)
@@ -147,3 +150,37 @@ def score(reward: Reward, images: Tensor, prompts: Sequence[str]) -> Tensor:
             f"{int(undefined.sum())} of {len(images)} samples concerned): a NaN is never silently replaced"
         )
     return values
+
+
+def _as_tensor(values: object, reward: str, count: int) -> Tensor:
+    """What a reward returned as a tensor: a list, tuple or array of ``count`` numbers is one as well."""
+    if isinstance(values, Tensor):
+        return values
+    wanted = f"reward {reward} must return a tensor of shape [{count}], or a list or array of {count} numbers"
+    if not isinstance(values, (list, tuple, np.ndarray)):
+        raise TypeError(f"{wanted}, got {type(values).__name__}")
+    try:
+        found = np.asarray(values)
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"{wanted}, got a {type(values).__name__} that is no array: {error}") from error
+    if found.dtype.kind not in "fiub":
+        raise TypeError(f"{wanted}, got a {type(values).__name__} of {found.dtype}")
+    return torch.from_numpy(found.astype(np.float64))
+
+
+def score_in_update(reward: Reward, images: Tensor, prompts: Sequence[str], update: int) -> Tensor:
+    """`score` in a training run.
+
+    Raises:
+        RewardNotFinite, FloatingPointError: a value is not finite.
+        RewardFailed: any other error of the reward.
+    """
+    try:
+        return score(reward, images, prompts)
+    except (RewardNotFinite, FloatingPointError):
+        raise
+    except Exception as error:
+        different = list(dict.fromkeys(prompts))
+        shown = ", ".join(map(repr, different[:3])) + (f" and {len(different) - 3} more" if different[3:] else "")
+        text = " ".join(f"{type(error).__name__}: {error}".split())
+        raise RewardFailed(f"reward {reward.name} failed on update {update}, prompts {shown}: {text}") from error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -48,6 +49,44 @@ def test_an_error_stands_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str
         [line] = shown.err.splitlines()
         assert line.startswith("python -m jagg_core train: error: ")
         assert shown.out == ""
+
+
+def test_a_damaged_log_is_an_error_before_anything_is_loaded(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments = [*FLAGS, *KNOTS, "--out", str(tmp_path), "--run.updates", "1"]
+    main(arguments)
+    log = tmp_path / "evaluation.csv"
+    log.write_text("update,ink\n1\n1,2\n")
+    monkeypatch.setattr("jagg_core.grpo.learner.load_backbone", lambda *_: pytest.fail("loaded"))
+    assert refused([*arguments, "--resume"]) == 2
+    assert f"error: {log}, line 2: must have 2 fields, got 1" in capsys.readouterr().err
+
+
+def test_a_reward_that_fails_is_one_line_before_its_traceback(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert refused([*FLAGS, *KNOTS, "--reward.name", "tests.grpo.runs:failing", "--out", str(tmp_path)]) == 1
+    line, rest = capsys.readouterr().err.split("python -m jagg_core train: error: ")[1].split("\n", 1)
+    assert re.fullmatch(
+        "reward tests.grpo.runs:failing failed on update 1, prompts '.'(, '.')?: ConnectionError: no answer", line
+    )
+    assert rest.startswith("Traceback")
+    assert rest.count("Traceback") == 1 and rest.endswith("ConnectionError: no answer\n")
+
+
+def test_a_run_without_signal_says_so_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    main([*FLAGS, *KNOTS, "--reward.name", "tests.grpo.runs:constant", "--out", str(tmp_path)])
+    shown = capsys.readouterr()
+    assert shown.err.count("note: update 1 had no signal: the samples of each prompt have equal rewards") == 1
+    assert shown.err.count("no signal") == 1
+    assert "2 updates, 0 skipped" in shown.out
+
+
+def test_a_run_that_skipped_every_update_fails(tmp_path: Path) -> None:
+    broken = ["--reward.name", "tests.grpo.runs:not_a_number", "--run.max_skipped", "3"]
+    code = str(refused([*FLAGS, *KNOTS, *broken, "--out", str(tmp_path)]))
+    assert code.startswith("python -m jagg_core train: every update was skipped, the last one because: reward ")
 
 
 def test_a_run_that_stops_says_why(tmp_path: Path) -> None:

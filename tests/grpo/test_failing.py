@@ -15,7 +15,7 @@ from tests.spawning import run_ranks
 
 TOLD = {
     "nan": "rank 1: RewardNotFinite: reward tests.grpo.failing_ranks:moody is nan for sample 0",
-    "error": "rank 1: ConnectionError: no answer",
+    "error": "rank 1: RewardFailed: reward tests.grpo.failing_ranks:moody failed on update ",
     "velocity": "rank 1: FloatingPointError: the velocity is not finite at step 2",
 }
 

@@ -23,7 +23,7 @@ from jagg_core.files import PARTIAL
 from jagg_core.grpo import GRPOTrainer, TrainingStopped, checkpoint, train
 from jagg_core.grpo.checkpoint import DamagedCheckpoint
 from jagg_core.grpo.learner import Learner
-from jagg_core.grpo.log import Log, read_rows
+from jagg_core.grpo.log import Log, open_loggers, read_rows
 from jagg_core.grpo.run import WriteFailed, read, write
 from jagg_core.records import only_run_in, plain
 from tests.grpo.runs import SMALL, changed, differing, tensors, train_until_killed, weights
@@ -189,6 +189,7 @@ def test_the_exported_weights_are_the_average(whole: tuple[Path, dict[str, torch
 def test_evaluations_are_logged(whole: tuple[Path, dict[str, torch.Tensor]]) -> None:
     [row] = read_rows(whole[0] / "evaluation.csv")
     assert row["update"] == "4"
+    assert float(row["evaluation_s"]) > 0
     assert 0 < float(row["ink"]) < 1
 
 
@@ -314,16 +315,14 @@ def test_a_log_that_cannot_be_written_names_the_newest_checkpoint(
 
 class TestLog:
     def test_rows_after_the_checkpoint_are_dropped(self, tmp_path: Path) -> None:
-        log = Log(tmp_path, SMALL.run, "metrics", 0)
+        log = Log(tmp_path / "metrics.csv", 0)
         for update in (1, 2, 3):
             log.add({"update": update, "reward": update / 10, "norm": None})
-        log.close()
-        again = Log(tmp_path, SMALL.run, "metrics", 2)
+        again = Log(tmp_path / "metrics.csv", 2)
         assert (tmp_path / "metrics.csv").read_bytes() == b"update,reward,norm\n1,0.1,\n2,0.2,\n"
         again.add({"update": 3, "reward": 0.5, "norm": None})
-        again.close()
         assert (tmp_path / "metrics.csv").read_bytes().endswith(b"2,0.2,\n3,0.5,\n")
-        Log(tmp_path, SMALL.run, "metrics", 2).close()
+        Log(tmp_path / "metrics.csv", 2)
         assert [(row["update"], row["reward"], row["norm"]) for row in read_rows(tmp_path / "metrics.csv")] == [
             ("1", "0.1", ""),
             ("2", "0.2", ""),
@@ -331,17 +330,75 @@ class TestLog:
 
     def test_a_line_that_a_kill_cut_off_is_left_out(self, tmp_path: Path) -> None:
         path = tmp_path / "metrics.csv"
-        path.write_text("update,reward\n1,0.5\n2,0.")
-        assert read_rows(path) == [{"update": "1", "reward": "0.5"}]
+        for rest in ("2", "2\0\0\0", "\0\0"):
+            path.write_text(f"update,reward\n1,0.5\n{rest}")
+            assert read_rows(path) == [{"update": "1", "reward": "0.5"}]
+        path.write_text('update,reason,total_s\n1,a,2\n2,"its first line\n')
+        assert [row["update"] for row in read_rows(path)] == ["1"]
+
+    @pytest.mark.parametrize(
+        "content",
+        [
+            b"\xef\xbb\xbfupdate,norm,reason\n1,0.5,\n2,1e-05,a; b\n",
+            b"update,norm,reason\r\n1,0.5,\r\n2,1e-05,a; b\r\n",
+            b"update,norm,reason\n1.0,0.5,\n2.0,1e-05,a; b",
+            b'update;norm;reason\n1;0,5;\n2;1e-05;"a; b"\n',
+            b'update;norm;reason;;\n1,0;0.5;;;\n;;;;\n\n2;1e-05;"a; b";;\n',
+            b"update\tnorm\treason\n1\t0,5\t\n2\t1e-05\ta; b\n",
+            "update\tnorm\treason\n1\t0.5\t\n2\t1e-05\ta; b\n".encode("utf-16"),
+        ],
+        ids=["bom", "windows", "decimals", "semicolons", "empty columns", "tabs", "utf-16"],
+    )
+    def test_a_log_that_a_spreadsheet_stored_keeps_its_rows(self, content: bytes, tmp_path: Path) -> None:
+        path = tmp_path / "metrics.csv"
+        path.write_bytes(content)
+        rows = [
+            {"update": "1", "norm": "0.5", "reason": ""},
+            {"update": "2", "norm": "1e-05", "reason": "a; b"},
+        ]
+        assert read_rows(path) == rows
+        Log(path, 2).add({"update": 3, "norm": 0.25, "reason": ""})
+        assert path.read_text() == "update,norm,reason\n1,0.5,\n2,1e-05,a; b\n3,0.25,\n"
+
+    @pytest.mark.parametrize(
+        ("content", "message"),
+        [
+            (b"update,norm\n1,0.5\n\0\0\n2,0.5\n", "must be a table, got a NUL in line 3"),
+            (b"update,norm\n1,0.5\n2\n3,0.5\n", "line 3: must have 2 fields, got 1"),
+            (b"update,norm\n1,0.5,7\n", "line 2: must have 2 fields, got 3"),
+            (b"update,norm\n1,0.5\ntotal,0.5\n", "line 3: update must be a whole number, got 'total'"),
+            (b"update,norm\n1.5,0.5\n", "line 2: update must be a whole number, got '1.5'"),
+            (b"1,0.5\n2,0.5\n", r"one of them update, got \['1', '0.5'\]"),
+            (b"update,norm,norm\n1,2,3\n", "must begin with different names of columns"),
+            (b"update,reason\n1,caf\xe9\n", "must be a table in UTF-8"),
+        ],
+    )
+    def test_a_log_that_cannot_be_read_is_named_and_stays(self, content: bytes, message: str, tmp_path: Path) -> None:
+        path = tmp_path / "metrics.csv"
+        path.write_bytes(content)
+        with pytest.raises(ValueError, match=f"^{path}.*{message}"):
+            Log(path, 9)
+        assert path.read_bytes() == content
+
+    def test_an_empty_log_has_no_rows(self, tmp_path: Path) -> None:
+        for content in (b"", b"\n", b"\xef\xbb\xbf", b"update,norm\n", b";;\n", b"\0\0"):
+            (tmp_path / "metrics.csv").write_bytes(content)
+            assert read_rows(tmp_path / "metrics.csv") == []
 
     def test_event_files_hold_the_same_figures(self, tmp_path: Path) -> None:
         from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-        log = Log(tmp_path, changed(run={"tensorboard": True}).run, "metrics", 0)
+        [events] = open_loggers(tmp_path, changed(run={"tensorboard": True}).run, 0)
+        logs = [
+            Log(tmp_path / "metrics.csv", 0, [events]),
+            Log(tmp_path / "evaluation.csv", 0, [events], "evaluation/"),
+        ]
         for update in (1, 2):
-            log.add({"update": update, "reward": update / 4, "norm": None})
-        log.close()
-        events = EventAccumulator(str(tmp_path / "events"))
-        events.Reload()
-        assert events.Tags()["scalars"] == ["reward"]
-        assert [(event.step, event.value) for event in events.Scalars("reward")] == [(1, 0.25), (2, 0.5)]
+            logs[0].add({"update": update, "reward": update / 4, "norm": None})
+            logs[1].add({"update": update, "ink": update / 8})
+        events.close()
+        found = EventAccumulator(str(tmp_path / "events"))
+        found.Reload()
+        assert found.Tags()["scalars"] == ["reward", "evaluation/ink"]
+        assert [(event.step, event.value) for event in found.Scalars("reward")] == [(1, 0.25), (2, 0.5)]
+        assert [(event.step, event.value) for event in found.Scalars("evaluation/ink")] == [(1, 0.125), (2, 0.25)]

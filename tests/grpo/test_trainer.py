@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from dataclasses import replace
 from pathlib import Path
@@ -22,7 +23,7 @@ from jagg_core.grpo.settings import PlanSettings
 from jagg_core.grpo.weights import MasterWeights
 from jagg_core.objective import step_log_prob
 from jagg_core.records import RecordError
-from jagg_core.rewards import load_reward, score
+from jagg_core.rewards import RewardFailed, load_reward, score
 from jagg_core.schedule import dance_schedule
 from jagg_core.seeding import derive_seed
 from tests.grpo.runs import SMALL, changed, weights
@@ -126,7 +127,7 @@ def test_every_estimator_steps_as_often_and_moves_the_same_parameters(name: str)
     before = {n: t.clone() for n, t in trainer.learner.tensors().items()}
     found = trainer.step()
     assert trainer.learner.steps == 2
-    assert found.passes == 2 * (4 if name == "exact" else 2)
+    assert (found.passes, found.micro_batches) == (4 if name == "exact" else 2, 2)
     after = trainer.learner.tensors()
     still = [n for n in after if n.startswith("weights/") and torch.equal(after[n], before[n])]
     assert still == []
@@ -166,7 +167,8 @@ def test_only_some_steps_are_trained(settings: dict[str, Any], steps: int) -> No
     config = changed(EXACT, rollout={**settings, "window_range": (0, 3)})
     trainer = GRPOTrainer(config)
     found = trainer.step()
-    assert found.passes == 2 * steps
+    assert (found.passes, found.micro_batches) == (steps, 2)
+    assert sum(found.seconds.values()) <= found.total_s
 
 
 def test_equal_rewards_are_counted_and_give_no_gradient() -> None:
@@ -190,8 +192,14 @@ def test_a_reward_that_is_not_a_number_skips_the_update_and_in_a_row_ends_the_ru
 
 def test_a_reward_that_fails_is_an_error_and_never_a_zero() -> None:
     trainer = GRPOTrainer(changed(reward={"name": "tests.grpo.runs:failing"}))
-    with pytest.raises(ConnectionError, match="no answer"):
+    with pytest.raises(RewardFailed, match="no answer") as caught:
         trainer.step()
+    told = "reward tests.grpo.runs:failing failed on update 1, prompts '.'(, '.')?: ConnectionError: no answer"
+    assert re.fullmatch(told, str(caught.value))
+    assert isinstance(caught.value.__cause__, ConnectionError)
+    trainer.update = 3
+    with pytest.raises(RewardFailed, match=r"failing failed on update 3, prompts '.', '.'"):
+        trainer.evaluate()
 
 
 def test_a_gradient_that_is_not_finite_changes_nothing() -> None:

@@ -1,7 +1,9 @@
 """`score` checks both sides of a reward and hides nothing; sums are sums."""
 
 from collections.abc import Sequence
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -42,9 +44,44 @@ def test_a_result_of_another_shape_is_refused(shape: tuple[int, ...]) -> None:
         score(returning(torch.zeros(shape)), IMAGES, PROMPTS)
 
 
-def test_a_result_that_is_no_tensor_is_refused() -> None:
-    with pytest.raises(TypeError, match="must return a tensor"):
-        score(returning([0.0, 0.0, 0.0]), IMAGES, PROMPTS)
+@pytest.mark.parametrize(
+    "values",
+    [
+        [0, 0.5, 1],
+        (0.0, 0.5, 1.0),
+        np.array([0, 0.5, 1]),
+        np.array([0, 0.5, 1], np.float16),
+        list(torch.tensor([0, 0.5, 1])),
+    ],
+    ids=["list", "tuple", "array", "half", "list of tensors"],
+)
+def test_a_list_or_array_of_numbers_is_taken(values: Any) -> None:
+    found = score(returning(values), IMAGES, PROMPTS)
+    assert found.dtype == torch.float32 and found.tolist() == [0, 0.5, 1]
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        (None, "got NoneType"),
+        (0.5, "got float"),
+        ({"a": 1.0}, "got dict"),
+        ([None, 0.0, 0.0], "got a list of object"),
+        (["0.5", "1", "2"], "got a list of <U3"),
+        ([[0.0], [0.0, 1.0], []], "got a list that is no array"),
+        (iter([0.0, 0.0, 0.0]), "got list_iterator"),
+    ],
+)
+def test_a_result_that_is_no_numbers_is_refused(values: Any, message: str) -> None:
+    wanted = r"fixed must return a tensor of shape \[3\], or a list or array of 3 numbers, "
+    with pytest.raises(TypeError, match=wanted + message):
+        score(returning(values), IMAGES, PROMPTS)
+
+
+@pytest.mark.parametrize("values", [[0.0, 1.0], np.zeros((3, 1)), []])
+def test_a_list_or_array_of_another_shape_is_refused(values: Any) -> None:
+    with pytest.raises(ValueError, match=r"fixed must return shape \[3\], found"):
+        score(returning(values), IMAGES, PROMPTS)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.int64, torch.bool])

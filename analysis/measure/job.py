@@ -5,6 +5,8 @@ Every part writes its cells and stores the record; a part that fails is recorded
 
 from __future__ import annotations
 
+import math
+import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -26,7 +28,7 @@ from analysis.measure.study import Study
 from analysis.statistics.intervals import leak_test
 from analysis.statistics.parameter_kinds import ordered_blocks, parameter_blocks
 from jagg_core import ClippedSurrogate, Plan, exact_plan
-from jagg_core.backbones import fingerprints_of, load_backbone
+from jagg_core.backbones import Backbone, fingerprints_of, load_backbone
 from jagg_core.environment import command_line, environment
 from jagg_core.files import write_atomically
 from jagg_core.images import image_grid, png_bytes
@@ -45,7 +47,18 @@ REPRODUCIBLE = {"float64": 1e-9, "float32": 1e-5, "bfloat16": 1e-2, "float16": 1
 
 
 class NotReproducible(ValueError):
-    """The exact gradient differs from itself: there is nothing to compare with."""
+    """The exact gradient is zero, not finite, or differs from itself: there is nothing to compare with."""
+
+
+def fresh_lora_note(backbone: Backbone) -> str:
+    """What a calibration of a LoRA that was not trained yet leaves out; empty for other backbones."""
+    ends = [p for name, p in backbone.transformer.named_parameters() if "lora_B" in name and p.requires_grad]
+    if not ends or any(bool(p.detach().any()) for p in ends):
+        return ""
+    return (
+        f"the LoRA of {backbone.name} is fresh: its B is 0, so its A has no gradient yet and every figure is of B "
+        "alone; calibrate again after an update"
+    )
 
 
 class Job:
@@ -68,6 +81,8 @@ class Job:
         self.objective = ClippedSurrogate()
         automatic = min(4, torch.get_num_threads()) if self.backbone.device.type == "cpu" else 1
         self.workers = settings.workers or automatic
+        if note := fresh_lora_note(self.backbone):
+            tqdm.write(f"note: {note}", file=sys.stderr)
         policy = self.backbone.policy(self.backbone.prompts[:1], recipe.guidance)
         self.blocks = parameter_blocks(policy, self.backbone.transformer)
         told = policy_signature(policy)
@@ -168,9 +183,10 @@ class Job:
         """How well the exact gradient is known: computed again, and from half batches, which rounds differently.
 
         Raises:
-            NotReproducible: the same computation gives another gradient (dropout, for one).
+            NotReproducible: the gradient is zero or not finite, or the same computation gives another one (dropout, for
+                one).
         """
-        again = None
+        again, largest = None, None
         with recorded(self.record.cells, f"eta={eta:g}/floor", eta=eta) as cell:
             batch = self.batch(eta, "evaluation", 0)
             plans = {"exact": exact_plan(self.sigmas)}
@@ -186,11 +202,19 @@ class Job:
                 return total
 
             whole = gradient(len(advantages), 0)
+            largest = float(whole.abs().max())
             again = _similarity_of(gradient(len(advantages), 1), whole)
             halves = _similarity_of(gradient(-(-len(advantages) // 2), 0), whole)
             cell.values = {"again": asdict(again), "halves": asdict(halves)}
         self.save()
         limit = REPRODUCIBLE[self.settings.dtype]
+        if largest is not None and not 0 < largest < math.inf:
+            found, cause = "not finite", "a velocity or its derivative overflows"
+            if largest == 0:
+                found, cause = "zero", "the velocity depends on no trained parameter (a last layer that begins at 0?)"
+            raise NotReproducible(
+                f"the exact gradient of {self.backbone.name} is {found}, so there is nothing to compare with: {cause}"
+            )
         if again is not None and (again.rel_error is None or again.rel_error > limit):
             raise NotReproducible(
                 f"the exact gradient of {self.backbone.name} differs from itself by {again.rel_error} "

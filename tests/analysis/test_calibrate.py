@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import math
 import shutil
 import sys
 from collections.abc import Callable, Iterator
@@ -19,7 +20,7 @@ import torch
 from analysis.__main__ import QUICK, main, parser, settings_from
 from analysis.measure import calibrate, job
 from analysis.measure.calibrate import Calibrate, collect, round_order, run
-from analysis.measure.job import NotReproducible
+from analysis.measure.job import NotReproducible, fresh_lora_note
 from analysis.measure.rollouts import Batch, Recipe
 from analysis.measure.signal_gradients import read_products
 from analysis.report import figures
@@ -27,7 +28,7 @@ from analysis.report.fidelity.recommendation import calibration
 from analysis.report.fidelity.signal_tables import signal
 from analysis.report.write import write_report
 from jagg_core import Plan, causal_plan
-from jagg_core.backbones import BackboneEntry, registry
+from jagg_core.backbones import BackboneEntry, load_backbone, registry
 from jagg_core.records import Cell, Record, plain, read_json, write_json
 from tests.backbones.stub import STUB, StubBackbone
 from tests.jagg_core.fields import MlpField
@@ -449,6 +450,40 @@ def test_a_reference_that_differs_from_itself_is_refused(forgetful: str, workers
         run(small(workers=workers), tmp_path)
     assert [c.name for c in Record.read(tmp_path / "record.json").cells] == ["eta=0.7/floor"]
     assert not (tmp_path / "collected").exists()
+
+
+class Still(StubBackbone):
+    """Its velocity depends on no parameter, or overflows."""
+
+    def __init__(self, factor: float) -> None:
+        super().__init__()
+        for parameter in self.transformer.parameters():
+            parameter.register_hook(lambda gradient: gradient * factor)
+
+
+@pytest.mark.parametrize(
+    ("factor", "message"),
+    [
+        (0.0, "is zero, so there is nothing to compare with: the velocity depends on no"),
+        (math.inf, "is not finite, so"),
+    ],
+)
+def test_a_gradient_that_is_zero_or_not_finite_is_not_blamed_on_dropout(
+    factor: float, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entry = BackboneEntry("stub", "without a gradient", lambda device, dtype: Still(factor))
+    monkeypatch.setitem(registry._REGISTRY, "stub", entry)
+    with pytest.raises(NotReproducible, match=f"exact gradient of stub {message}"):
+        run(small(), tmp_path)
+
+
+def test_a_fresh_lora_is_noted_until_it_was_trained(capsys: Capture) -> None:
+    backbone = load_backbone("digits-flux", lora_rank=2)
+    assert fresh_lora_note(load_backbone("digits-flux")) == ""
+    assert "LoRA of digits-flux is fresh: its B is 0, so its A has no gradient yet" in fresh_lora_note(backbone)
+    with torch.no_grad():
+        next(p for name, p in backbone.transformer.named_parameters() if "lora_B" in name).fill_(0.01)
+    assert fresh_lora_note(backbone) == ""
 
 
 @pytest.mark.parametrize("command", ["calibrate", "collect"])

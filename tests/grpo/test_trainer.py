@@ -198,7 +198,7 @@ def test_a_reward_that_fails_is_an_error_and_never_a_zero() -> None:
     assert re.fullmatch(told, str(caught.value))
     assert isinstance(caught.value.__cause__, ConnectionError)
     trainer.update = 3
-    with pytest.raises(RewardFailed, match=r"failing failed on update 3, prompts '.', '.'"):
+    with pytest.raises(RewardFailed, match=r"failing failed on update 3, prompts '.'"):
         trainer.evaluate()
 
 

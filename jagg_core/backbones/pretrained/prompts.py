@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import unicodedata
 from pathlib import Path
 
 PROMPTS = (
@@ -21,13 +23,40 @@ def read_prompts(file: str) -> tuple[str, ...]:
     """The lines of a text file, without empty ones.
 
     Raises:
-        ValueError: no such file, not UTF-8, or no prompt in it.
+        ValueError: no such file, not UTF-8, no prompt in it, or a line that is no prompt (see `require_prompt`).
     """
     try:
         lines = Path(file).expanduser().read_text(encoding="utf-8-sig").split("\n")
     except (OSError, RuntimeError, UnicodeDecodeError) as error:
         raise ValueError(f"prompts: {file} cannot be read as text: {error}") from error
+    for number, line in enumerate(lines, 1):
+        if line.strip():
+            require_prompt(line.strip(), f"{file}, line {number}")
     found = tuple(line.strip() for line in lines if line.strip())
     if not found:
         raise ValueError(f"prompts: {file} has no prompt; write one per line")
     return found
+
+
+def require_prompt(text: str, where: str) -> None:
+    """Checks that a text is a prompt. ``where`` it stands is for the error.
+
+    Raises:
+        ValueError: control characters such as NUL, nothing that can be seen, or a JSON object or list.
+    """
+    kinds = {unicodedata.category(character) for character in text}
+    shown = text if len(text) <= 60 else f"{text[:60]}..."
+    if "Cc" in {unicodedata.category(character) for character in text if character != "\t"}:
+        raise ValueError(f"prompts: {where} must be text without control characters, got {shown!r}")
+    if kinds <= {"Cf", "Zs", "Cc", "Mn"}:
+        raise ValueError(f"prompts: {where} must hold something to read, got {shown!r}")
+    if text[0] in "{[" and _is_json(text):
+        raise ValueError(f"prompts: {where} must be the prompt alone, got JSON: {shown}")
+
+
+def _is_json(text: str) -> bool:
+    try:
+        json.loads(text)
+    except ValueError:
+        return False
+    return True

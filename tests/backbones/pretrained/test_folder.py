@@ -21,6 +21,7 @@ from jagg_core.backbones import load_backbone
 from jagg_core.backbones.pretrained import PretrainedBackbone
 from jagg_core.backbones.pretrained.flux import Flux
 from jagg_core.backbones.pretrained.folder import PATTERNS, ModelFolder, find_folder
+from jagg_core.backbones.pretrained.prompts import read_prompts
 from tests.backbones.pretrained.conftest import FLUX_OPTIONS
 
 Folders = Callable[[str], Path]
@@ -194,6 +195,30 @@ def test_pickled_weights_are_not_read(folder: Path) -> None:
 )
 def test_options_out_of_range(folder: Path, option: dict[str, Any], match: str) -> None:
     refused(match, folder, **option)
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("\u200b\u200d", "must hold something to read, got "),
+        ("a cat\0", "must be text without control characters, got 'a cat.x00'"),
+        ('{"prompt": "a cat"}', "must be the prompt alone, got JSON: {"),
+        ('["a cat", "a dog"]', "must be the prompt alone, got JSON: "),
+    ],
+    ids=["zero width", "NUL", "object", "list"],
+)
+def test_a_line_that_is_no_prompt_is_named(line: str, message: str, tmp_path: Path) -> None:
+    file = tmp_path / "prompts.txt"
+    file.write_text(f"a fox\n\n{line}\n", encoding="utf-8")
+    with pytest.raises(ValueError, match=f"^prompts: {file}, line 3 {message}"):
+        read_prompts(str(file))
+
+
+def test_prompts_of_any_script_are_read(tmp_path: Path) -> None:
+    prompts = ("\U0001f469\u200d\U0001f680 a woman in space", "[a cat] on (a mat)", "\u732b", "{cat, dog}", "a\tb", "7")
+    file = tmp_path / "prompts.txt"
+    file.write_text("\r\n".join(prompts), encoding="utf-8", newline="")
+    assert read_prompts(str(file)) == prompts
 
 
 def test_an_empty_list_of_prompts(folder: Path, tmp_path: Path) -> None:

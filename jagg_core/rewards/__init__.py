@@ -6,6 +6,7 @@ from jagg_core.rewards.base import (
     RewardFailed,
     RewardNotFinite,
     WeightedSum,
+    differentiable,
     reward_versions,
     score,
     score_in_update,
@@ -13,7 +14,7 @@ from jagg_core.rewards.base import (
 from jagg_core.rewards.classifier import ClassifierLogProb, load_classifier, read_as_prompted, train_classifier
 from jagg_core.rewards.pixels import Colourfulness, Ink, Redness, Sharpness
 from jagg_core.rewards.preference import PreferenceReward
-from jagg_core.rewards.registry import check_reward, list_rewards, load_reward, options_of, reward_fingerprints
+from jagg_core.rewards.registry import check_reward, list_rewards, load_reward, options_of
 
 __all__ = [
     "ClassifierLogProb",
@@ -28,12 +29,12 @@ __all__ = [
     "Sharpness",
     "WeightedSum",
     "check_reward",
+    "differentiable",
     "list_rewards",
     "load_classifier",
     "load_reward",
     "options_of",
     "read_as_prompted",
-    "reward_fingerprints",
     "reward_versions",
     "score",
     "score_in_update",

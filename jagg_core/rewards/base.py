@@ -26,9 +26,10 @@ class RewardFailed(RuntimeError):
 class Reward(Protocol):
     """Says how good each image is for its prompt; larger is better.
 
-    A reward is a pure, deterministic function without gradient. It follows the device of the images, and each sample's
+    A reward is a pure, deterministic function. It follows the device of the images, and each sample's
     value depends on that sample alone: a batch gives what single calls give. Failing means raising, never returning
-    zero or NaN. Call it through `score`, which checks both sides.
+    zero or NaN. Call it through `score`, which checks both sides and builds no graph. A reward that is differentiable in
+    the images has a graph where autograd is on; `differentiable` calls it so.
     """
 
     @property
@@ -42,13 +43,12 @@ class Reward(Protocol):
 
 
 class FunctionReward:
-    """A plain function ``(images, prompts) -> Tensor[N]`` as a `Reward`, called without gradient."""
+    """A plain function ``(images, prompts) -> Tensor[N]`` as a `Reward`."""
 
     def __init__(self, function: Callable[[Tensor, Sequence[str]], Tensor], name: str) -> None:
         self.function = function
         self.name = name
 
-    @torch.no_grad()
     def __call__(self, images: Tensor, prompts: Sequence[str]) -> Tensor:
         """See `Reward`."""
         return self.function(images, prompts)
@@ -75,10 +75,9 @@ class WeightedSum:
         parts = [("" if weight == 1 else f"{weight:.15g}*") + reward.name for weight, reward in self.terms]
         return "+".join(parts).replace("+-", "-")
 
-    @torch.no_grad()
     def __call__(self, images: Tensor, prompts: Sequence[str]) -> Tensor:
         """See `Reward`."""
-        return torch.stack([weight * score(reward, images, prompts) for weight, reward in self.terms]).sum(0)
+        return torch.stack([weight * _checked(reward, images, prompts) for weight, reward in self.terms]).sum(0)
 
 
 def reward_versions(reward: Reward) -> dict[str, str]:
@@ -121,6 +120,40 @@ def score(reward: Reward, images: Tensor, prompts: Sequence[str]) -> Tensor:
             [N]. Names the first sample concerned.
         RewardNotFinite: a value is NaN or infinite.
     """
+    return _checked(reward, images.detach(), prompts).detach()
+
+
+def differentiable(
+    reward: Reward, decode: Callable[[Tensor], Tensor], prompts: Sequence[str]
+) -> Callable[[Tensor], Tensor]:
+    """Builds the function from final latents ``[N, *D]`` to rewards ``[N]`` with a graph, as `adjoint_sweep` takes it.
+
+    Args:
+        reward: differentiable in the images: of the registered ones all are.
+        decode: of the backbone, latents to images ``[N, C, H, W]`` in [0, 1], with a graph.
+        prompts: one per sample.
+
+    Raises:
+        ValueError: when the function is called: images or rewards without a graph; says which of the two.
+    """
+
+    def value(latents: Tensor) -> Tensor:
+        images = decode(latents)
+        if not images.requires_grad:
+            raise ValueError("decode: images have no gradient in the latents; is it computed under no_grad?")
+        values = _checked(reward, images, prompts)
+        if not values.requires_grad:
+            raise ValueError(
+                f"reward {reward.name} has no gradient in the images, so it cannot be used pathwise: name a "
+                "differentiable reward in its place"
+            )
+        return values
+
+    return value
+
+
+def _checked(reward: Reward, images: Tensor, prompts: Sequence[str]) -> Tensor:
+    """Rewards with a graph where autograd is on; see `score`."""
     if isinstance(prompts, str):
         raise TypeError(f"prompts must be a sequence with one string per image, found the single string {prompts!r}")
     if not images.is_floating_point():
@@ -129,8 +162,8 @@ def score(reward: Reward, images: Tensor, prompts: Sequence[str]) -> Tensor:
         raise ValueError(f"images must be of shape [N, C, H, W] with N at least 1, found {list(images.shape)}")
     if len(images) != len(prompts):
         raise ValueError(f"prompts: one per image is needed, found {len(prompts)} for {len(images)} images")
-    images = images.detach().float()
-    low, high = images.flatten(1).aminmax(dim=1)
+    images = images.float()
+    low, high = images.detach().flatten(1).aminmax(dim=1)
     outside = ~((low >= -RANGE_TOLERANCE) & (high <= 1 + RANGE_TOLERANCE))
     if outside.any():
         i = _first(outside)
@@ -141,7 +174,7 @@ def score(reward: Reward, images: Tensor, prompts: Sequence[str]) -> Tensor:
     values = _as_tensor(reward(images, prompts), reward.name, len(images))
     if values.shape != (len(images),):
         raise ValueError(f"reward {reward.name} must return shape [{len(images)}], found {list(values.shape)}")
-    values = values.detach().to(images.device, torch.float32)
+    values = values.to(images.device, torch.float32)
     undefined = ~values.isfinite()
     if undefined.any():
         i = _first(undefined)

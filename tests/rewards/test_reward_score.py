@@ -8,7 +8,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from jagg_core.rewards import Colourfulness, FunctionReward, Redness, Reward, WeightedSum, score
+from jagg_core.rewards import (
+    Colourfulness,
+    FunctionReward,
+    Redness,
+    Reward,
+    WeightedSum,
+    differentiable,
+    load_reward,
+    score,
+)
 
 IMAGES = torch.rand(3, 3, 8, 8, generator=torch.Generator().manual_seed(0))
 PROMPTS = ["a", "b", "c"]
@@ -150,3 +159,40 @@ def test_sums_without_terms_or_with_undefined_weights_are_refused() -> None:
         WeightedSum([])
     with pytest.raises(ValueError, match="weight of redness must be finite, found nan"):
         WeightedSum([(float("nan"), Redness())])
+
+
+# With a graph, for pathwise gradients
+
+
+@pytest.mark.parametrize(
+    ("name", "dataset", "shape"),
+    [
+        ("classifier+10*ink", "digits", (3, 1, 8, 8)),
+        ("classifier+10*redness-0.5*sharpness+colourfulness", "photos", (3, 3, 32, 32)),
+    ],
+)
+def test_the_gradient_is_that_of_finite_differences(name: str, dataset: str, shape: tuple[int, ...]) -> None:
+    generator = torch.Generator().manual_seed(0)
+    latents = torch.rand(shape, generator=generator) * 0.8 + 0.1
+    prompts = ["3", "7", "0"] if dataset == "digits" else ["cat", "coffee", "cat"]
+    value = differentiable(load_reward(name, dataset=dataset), lambda z: z, prompts)
+    state = latents.clone().requires_grad_(True)
+    rewards = value(state)
+    assert torch.equal(rewards.detach(), score(load_reward(name, dataset=dataset), latents, prompts))
+    (gradient,) = torch.autograd.grad(rewards.sum(), state)
+    direction = torch.randn(shape, generator=generator)
+    size = 1e-3
+    ahead, behind = (value((latents + s * size * direction).requires_grad_(True)) for s in (1, -1))
+    found = (ahead - behind).detach() / (2 * size)
+    torch.testing.assert_close((gradient * direction).flatten(1).sum(1), found, rtol=2e-2, atol=2e-2)
+
+
+def test_what_has_no_gradient_says_which_part() -> None:
+    images = torch.rand(2, 1, 8, 8)
+    prompts = ["3", "7"]
+    ink = load_reward("ink", dataset="digits")
+    with pytest.raises(ValueError, match="decode: images have no gradient"):
+        differentiable(ink, lambda z: z.detach(), prompts)(images.requires_grad_(True))
+    counting = FunctionReward(lambda images, _: (images > 0.5).flatten(1).sum(1).float(), "counting")
+    with pytest.raises(ValueError, match="reward counting has no gradient"):
+        differentiable(counting, lambda z: z, prompts)(images)

@@ -26,7 +26,7 @@ from jagg_core.engine.modes import OffPolicyError
 from jagg_core.plans.plan import check_knots, whole_knots
 from jagg_core.policy import VelocityPolicy
 from jagg_core.schedule import check_sigmas, network_sigma
-from jagg_core.trajectory import ReplayMismatch, Trajectory, at_least_fp32, weights_version
+from jagg_core.trajectory import ReplayMismatch, Trajectory, weights_version
 from jagg_core.transitions import Coefficients, expand
 
 Sweep = Literal["full", "knots", "frozen"]
@@ -86,7 +86,8 @@ def adjoint_sweep(
             reward without gradient or of another shape, a velocity without gradient in the latents.
         OffPolicyError: the weights are not the rollout's.
         ReplayMismatch: the deterministic steps do not arrive at the stored final samples.
-        FloatingPointError: a gradient is not finite; names the step.
+        FloatingPointError: a gradient is not finite; names the place. It comes after the last product, for other ranks
+            make as many.
     """
     require_one_of("sweep", sweep, Sweep)
     if (sweep == "knots") != bool(knots):
@@ -98,6 +99,7 @@ def adjoint_sweep(
         raise OffPolicyError("the weights changed since the rollout: pathwise gradients of it would not be on policy")
     pull = _Pullback(policy, trajectory)
     rewards, adjoint = _reward_gradient(reward, trajectory.final)
+    pull.note(adjoint, "the final samples")
     if sweep != "frozen":
         adjoint = _through_tail(pull, trajectory, tail, adjoint)
     gradients = torch.empty_like(trajectory.latents)
@@ -119,6 +121,8 @@ def adjoint_sweep(
             told = trajectory.told_sigma(first)
             through, _ = pull(trajectory.latents[first], told, expand(share, passed) * passed, f"step {first}")
             adjoint = adjoint + through
+    if pull.broken:
+        raise FloatingPointError(f"the reward's gradient is not finite at {pull.broken}")
     return Adjoint(gradients, rewards, pull.forwards, pull.pullbacks)
 
 
@@ -154,12 +158,11 @@ def advantage_slopes(
     scale: Over = "prompt",
     std: Literal["sample", "population"] = "sample",
     eps: float = 1e-8,
-    adv_clip: float | None = None,
 ) -> Tensor:
     """Computes ``dA_i / dR_i`` of `jagg_core.group_advantages` for every sample, fp32 ``[B]``.
 
-    Without a division by the std it is ``1 - 1/G`` for G samples per prompt. A sample whose advantage lies outside
-    ``+-adv_clip`` has slope 0.
+    Without a division by the std it is ``1 - 1/G`` for G samples per prompt. Where a loss clips the advantage its slope
+    is 0; that is for the caller to do.
 
     Raises:
         ValueError: as `jagg_core.group_advantages`.
@@ -185,18 +188,26 @@ def advantage_slopes(
         # of the std itself: (R_i - mean) / ((n - ddof) std)
         bend = (values - mean) / ((count - int(std == "sample")).clamp_min(1) * safe)
         slopes = torch.where(signal, (slopes - advantages.double() * bend) / (safe + eps), 0.0)
-    if adv_clip is not None:
-        slopes = torch.where(advantages.abs() > adv_clip, 0.0, slopes)
     return slopes.float()
 
 
 class _Pullback:
-    """Vector-Jacobian products of the policy's velocity in the latents, counted."""
+    """Vector-Jacobian products of the policy's velocity in the latents, counted.
+
+    Attributes:
+        broken: the first place whose gradient was not finite; empty if all were.
+    """
 
     def __init__(self, policy: VelocityPolicy, trajectory: Trajectory) -> None:
         self._policy = policy
         self._rows = trajectory.rows.to(trajectory.latents.device)
         self.forwards = self.pullbacks = 0
+        self.broken = ""
+
+    def note(self, gradient: Tensor, where: str) -> None:
+        """Remembers ``where`` if the gradient is the first that is not finite."""
+        if not self.broken and not torch.isfinite(gradient).all():
+            self.broken = where
 
     def velocity(self, latents: Tensor, told: Tensor) -> Tensor:
         """Computes the velocity ``[B, *D]`` without a graph."""
@@ -222,13 +233,8 @@ class _Pullback:
                     "policy: reentrant activation checkpointing has no gradient in the latents; set use_reentrant=False"
                 ) from error
         gradient = torch.zeros_like(latents) if found is None else found.to(latents.dtype)
-        _require_finite(gradient, where)
+        self.note(gradient, where)
         return gradient, velocity.detach().to(latents.dtype)
-
-
-def _require_finite(gradient: Tensor, where: str) -> None:
-    if not torch.isfinite(gradient).all():
-        raise FloatingPointError(f"the reward's gradient is not finite at {where}")
 
 
 def _reward_gradient(reward: Callable[[Tensor], Tensor], final: Tensor) -> tuple[Tensor, Tensor]:
@@ -244,9 +250,7 @@ def _reward_gradient(reward: Callable[[Tensor], Tensor], final: Tensor) -> tuple
             "reward: it has no gradient in the final samples; a reward or decoder under no_grad, or one that counts or "
             "rounds, cannot be used pathwise: name a differentiable one"
         )
-    gradient = at_least_fp32(found).to(final.dtype)
-    _require_finite(gradient, "the final samples")
-    return values.detach(), gradient
+    return values.detach(), found.to(final.dtype)
 
 
 def _sites(sweep: Sweep, knots: Sequence[int], steps: int) -> list[tuple[int, int]]:
@@ -303,7 +307,7 @@ def _through_tail(pull: _Pullback, trajectory: Trajectory, tail: Tensor, adjoint
     for step in reversed(range(len(lengths))):
         length = expand(lengths[step], adjoint)
         through, velocity = pull(states[step], told(step), length * adjoint, f"deterministic step {step}")
-        if step == len(lengths) - 1:
+        if step == len(lengths) - 1 and not pull.broken:
             _require_final(states[step] + length * velocity, trajectory.final)
         adjoint = adjoint + through
     return adjoint

@@ -65,6 +65,8 @@ class GRPOConfig:
             self._check_calibration()
         if plan.keep_graphs:
             self._check_graphs()
+        if plan.upstream == "pathwise":
+            self._check_pathwise()
         if plan.recalibrate_every and self.rollout.trained != "all":
             raise ValueError(f"recalibrate_every needs trained 'all', found {self.rollout.trained!r}")
         prompt_statistics = "prompt" in (self.advantage.centre, self.advantage.scale)
@@ -102,6 +104,24 @@ class GRPOConfig:
                     f"{name}: calibrated with {made_with[name]}, this run has {ours}: calibrate with the same "
                     f"(python -m analysis calibrate --help), or set rollout.{name} and rollout.eta"
                 )
+
+    def _check_pathwise(self) -> None:
+        """Refuse what the reward's gradient along the rollout does not cover."""
+        given = self.optimizer
+        for name, value, wanted in (
+            ("epochs", given.epochs, 1),
+            ("steps_per_rollout", given.steps_per_rollout, 1),
+            ("kl_beta", self.objective.kl_beta, 0),
+        ):
+            if value != wanted:
+                raise ValueError(
+                    f"upstream pathwise is for one optimizer step on policy: {name} must be {wanted}, got {value}"
+                )
+        if self.advantage.scale == "prompt" and self.rollout.samples < 3:
+            raise ValueError(
+                f"upstream pathwise needs samples of at least 3 where advantages are divided by the std of a prompt, "
+                f"got {self.rollout.samples}"
+            )
 
     def _check_graphs(self) -> None:
         given = self.optimizer

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 
@@ -14,6 +14,7 @@ from jagg_core.checks import require_at_least, require_one_of, require_positive
 from jagg_core.engine import BackwardMode, PartlyClipped, UpstreamMode
 from jagg_core.imports import import_object
 from jagg_core.objective import ClippedSurrogate
+from jagg_core.pathwise import Sweep
 from jagg_core.plans import Plan, check_knots, routed_groups
 from jagg_core.schedule import TimestepMode
 from jagg_core.transitions import CPS, DanceSDE, FlowSDE, Transition
@@ -185,6 +186,10 @@ class PlanSettings:
         calibration: a calibration-*.json that fits this run's rollouts.
         upstream: gradients of the loss in the velocity: by autograd from a forward of every step, in closed form on
             policy, or interpolated from the knots off policy; auto is the closed form on policy, else autograd.
+            pathwise takes the reward's own gradient along the rollout (`jagg_core.pathwise`): the same expectation with
+            far less noise, for differentiable rewards.
+        sweep: of pathwise: the network is differentiated at every step (full), at the knots of causal (knots), or not
+            at all (frozen); the last two are biased.
         backward: one call for all graphs of a group (joint), knots in one pass (batched), or one after the other; auto
             batches knots while a pass is small.
         partly_clipped: under autograd, samples of which some steps of a group are clipped and some not are made exact
@@ -204,7 +209,8 @@ class PlanSettings:
     knots: tuple[int, ...] = ()
     predict: bool = False
     calibration: str = ""
-    upstream: UpstreamMode = "auto"
+    upstream: UpstreamMode | Literal["pathwise"] = "auto"
+    sweep: Sweep = "full"
     backward: BackwardMode = "auto"
     partly_clipped: PartlyClipped = "exact"
     keep_graphs: bool = False
@@ -214,7 +220,10 @@ class PlanSettings:
     def __post_init__(self) -> None:
         require_one_of("estimator", self.estimator, Estimator)
         require_one_of("weighting", self.weighting, ("sigma", "index"))
-        require_one_of("upstream", self.upstream, UpstreamMode)
+        require_one_of("upstream", self.upstream, (*get_args(UpstreamMode), "pathwise"))
+        require_one_of("sweep", self.sweep, Sweep)
+        if self.upstream == "pathwise":
+            self._check_pathwise()
         require_one_of("backward", self.backward, BackwardMode)
         require_one_of("partly_clipped", self.partly_clipped, PartlyClipped)
         require_at_least(self, window=1, passes=1, recalibrate_every=0)
@@ -239,6 +248,20 @@ class PlanSettings:
                 Plan.from_calibration(self.calibration, self.passes, family=self.estimator)
         if self.predict and self.estimator != "causal":
             raise ValueError(f"predict is for the estimator causal, found {self.estimator}")
+
+    def _check_pathwise(self) -> None:
+        """Refuse what has another expectation: a plan that looks ahead has a term that the reward's gradient misses."""
+        if self.estimator not in ("exact", "causal", "subsample"):
+            raise ValueError(
+                f"upstream pathwise needs an estimator that does not look ahead: exact, causal or subsample, "
+                f"got {self.estimator}"
+            )
+        if self.estimator == "causal" and self.knots and self.knots[0] != 0:
+            raise ValueError(f"upstream pathwise needs knots that begin with 0, got {list(self.knots)}")
+        if self.sweep == "knots" and self.estimator != "causal":
+            raise ValueError(f"sweep knots is for the estimator causal, got {self.estimator}")
+        if self.keep_graphs:
+            raise ValueError("upstream pathwise differentiates the network in the latents: keep_graphs must be false")
 
 
 @dataclass(frozen=True)

@@ -23,9 +23,17 @@ from jagg_core.grpo.plans import make_plan
 from jagg_core.grpo.sampling import Samples, prompts_of, random_steps, samples_of, window_of
 from jagg_core.grpo.settings import TRANSITIONS, precision
 from jagg_core.imports import import_object
+from jagg_core.pathwise import adjoint_sweep, advantage_slopes, pathwise_upstream
 from jagg_core.policy import VelocityPolicy
 from jagg_core.records import read_json
-from jagg_core.rewards import Reward, RewardNotFinite, load_reward, options_of, score_in_update
+from jagg_core.rewards import (
+    Reward,
+    RewardNotFinite,
+    differentiable,
+    load_reward,
+    options_of,
+    score_in_update,
+)
 from jagg_core.seeding import derive_seed, initial_latents
 from jagg_core.trajectory import Trajectory, policy_signature, rollout, sample_ode
 
@@ -63,12 +71,18 @@ class TrainingStopped(RuntimeError):
 
 @dataclass
 class Collected:
-    """A micro-batch: its samples, the policy that drew them, and what it drew."""
+    """A micro-batch: its samples, the policy that drew them, the rollout, which of its steps are trained, rewards."""
 
     samples: Samples
     policy: VelocityPolicy
-    trajectory: Trajectory
+    rollout: Trajectory
+    steps: Tensor | None
     rewards: Tensor
+
+    @property
+    def trajectory(self) -> Trajectory:
+        """The trained steps."""
+        return self.rollout if self.steps is None else self.rollout.select(self.steps)
 
 
 class GRPOTrainer:
@@ -176,8 +190,7 @@ class GRPOTrainer:
                     images = self.learner.backbone.decode(trajectory.final)
                     rewards = score_in_update(self.reward, images, samples.prompts, self.update + 1)
                     steps = random_steps(given, seed, samples.ids)
-                    trained = trajectory if steps is None else trajectory.select(steps)
-                    found.append(Collected(samples, policy, trained, rewards))
+                    found.append(Collected(samples, policy, trajectory, steps, rewards))
             if broken.error is not None and ranks() == 1:
                 break
         return found, broken.error
@@ -211,20 +224,37 @@ class GRPOTrainer:
 
     def _advantages(self, batches: list[Collected], metrics: Metrics) -> list[Tensor]:
         """Advantages of this rank's micro-batches, with statistics over the samples of all ranks."""
-        given = self.config.advantage
-        rewards = gathered(torch.cat([batch.rewards for batch in batches]))
-        groups = gathered(torch.tensor([g for batch in batches for g in batch.samples.groups], device=rewards.device))
-        every = group_advantages(rewards, groups, centre=given.centre, scale=given.scale, std=given.std, eps=given.eps)
+        rewards, groups = self._gathered(batches)
+        every = group_advantages(rewards, groups, **vars(self.config.advantage))
         metrics.reward_mean, metrics.reward_std = float(rewards.mean()), float(rewards.std(correction=0))
         metrics.groups_without_signal = groups_without_signal(every, groups)
+        return self._of_this_rank(every, batches)
+
+    def _slopes(self, batches: list[Collected]) -> list[Tensor]:
+        """Derivatives of the advantages in the samples' rewards; 0 where the loss clips the advantage."""
+        rewards, groups = self._gathered(batches)
+        every = group_advantages(rewards, groups, **vars(self.config.advantage))
+        slopes = advantage_slopes(rewards, groups, **vars(self.config.advantage))
+        kept = self.objective.clip_advantages(every) == every
+        return self._of_this_rank(torch.where(kept, slopes, 0.0), batches)
+
+    def _gathered(self, batches: list[Collected]) -> tuple[Tensor, Tensor]:
+        """Rewards and prompts of all ranks' samples, each ``[B]``."""
+        rewards = gathered(torch.cat([batch.rewards for batch in batches]))
+        groups = torch.tensor([g for batch in batches for g in batch.samples.groups], device=rewards.device)
+        return rewards, gathered(groups)
+
+    def _of_this_rank(self, every: Tensor, batches: list[Collected]) -> list[Tensor]:
         share = len(every) // ranks()
-        own = every[rank() * share : (rank() + 1) * share]
-        return list(own.split([len(batch.samples) for batch in batches]))
+        here = every[rank() * share : (rank() + 1) * share]
+        return list(here.split([len(batch.samples) for batch in batches]))
 
     def _learn(self, batches: list[Collected], metrics: Metrics) -> None:
         given = self.config.optimizer
         with timed(metrics, "reward"):
             advantages = self._advantages(batches, metrics)
+            if self.plan.upstream == "pathwise":
+                advantages = self._slopes(batches)
         share = sum(len(batch.samples) for batch in batches) // given.steps_per_rollout
         reports = []
         for _ in range(given.epochs):
@@ -277,8 +307,13 @@ class GRPOTrainer:
         return reports if metrics.grad_norm is not None else "the gradient is not finite"
 
     def _accumulate(self, batch: Collected, advantages: Tensor, inside: range, samples: int) -> Report:
-        """Add the gradient of some samples of a micro-batch; the loss is the mean over ``samples`` and their steps."""
+        """Add the gradient of some samples of a micro-batch; the loss is the mean over ``samples`` and their steps.
+
+        ``advantages``: of the micro-batch, or their slopes for pathwise gradients.
+        """
         trajectory, given = batch.trajectory, self.plan
+        if given.upstream == "pathwise":
+            return self._accumulate_pathwise(batch, advantages, 1 / (samples * trajectory.steps))
         if len(inside) < trajectory.batch:
             trajectory = trajectory.cut(inside)
         reference = self.learner.reference(batch.samples.prompts) if self.objective.kl_beta > 0 else None
@@ -295,6 +330,21 @@ class GRPOTrainer:
             partly_clipped=given.partly_clipped,
             clock=timer,
         )
+
+    def _accumulate_pathwise(self, batch: Collected, slopes: Tensor, scale: float) -> Report:
+        """Add the gradient of a micro-batch by the reward's gradient along its rollout."""
+        given, whole, trajectory = self.plan, batch.rollout, batch.trajectory
+        reward = differentiable(self.reward, self.learner.backbone.decode, batch.samples.prompts)
+        plan = make_plan(given, trajectory.sigmas, self._plan_seed(), trajectory)
+        knots = plan.knots if given.sweep == "knots" else ()
+        adjoint = adjoint_sweep(batch.policy, whole, reward, sweep=given.sweep, knots=knots, schedule=self.sigmas)
+        upstream = pathwise_upstream(whole, adjoint, slopes.to(whole.latents))
+        if batch.steps is not None:
+            upstream = upstream[batch.steps.T, torch.arange(whole.batch)]
+        report = accumulate_gradients(
+            batch.policy, trajectory, None, plan, None, upstream, given.backward, scale=scale, clock=timer
+        )
+        return replace(report, forwards=report.forwards + adjoint.forwards)
 
     def _plan_seed(self) -> int:
         return derive_seed(self.config.run.seed, "plan", self.update)

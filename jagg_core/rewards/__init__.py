@@ -14,7 +14,7 @@ from jagg_core.rewards.base import (
 from jagg_core.rewards.classifier import ClassifierLogProb, load_classifier, read_as_prompted, train_classifier
 from jagg_core.rewards.pixels import Colourfulness, Ink, Redness, Sharpness
 from jagg_core.rewards.preference import PreferenceReward
-from jagg_core.rewards.registry import check_reward, list_rewards, load_reward, options_of
+from jagg_core.rewards.registry import check_reward, list_rewards, load_reward, options_of, reward_fingerprints
 
 __all__ = [
     "ClassifierLogProb",
@@ -35,6 +35,7 @@ __all__ = [
     "load_reward",
     "options_of",
     "read_as_prompted",
+    "reward_fingerprints",
     "reward_versions",
     "score",
     "score_in_update",

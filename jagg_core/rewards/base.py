@@ -28,8 +28,8 @@ class Reward(Protocol):
 
     A reward is a pure, deterministic function. It follows the device of the images, and each sample's
     value depends on that sample alone: a batch gives what single calls give. Failing means raising, never returning
-    zero or NaN. Call it through `score`, which checks both sides and builds no graph. A reward that is differentiable in
-    the images has a graph where autograd is on; `differentiable` calls it so.
+    zero or NaN. Call it through `score`, which checks both sides and builds no graph. One that is differentiable in the
+    images has a graph where autograd is on; `differentiable` calls it so.
     """
 
     @property

@@ -51,6 +51,8 @@ ADAPTED = changed(
     parallel={"defer_gradient_sync": True},
 )
 
+PATHWISE = changed(SMALL, plan={"upstream": "pathwise"}, rollout={"samples": 3})
+
 BROKEN_AT = {"rollout": 2, "update": 5}
 """Which of a policy's velocities is not a number: it makes five in a rollout, then those of the update."""
 
@@ -112,6 +114,17 @@ def work(rank: int, folder: str) -> None:
         pairs = zip(moved[one], moved[other], strict=True)
         found[other]["difference"] = max((a - b).abs().max().item() for a, b in pairs if a.numel())
     (place / f"{rank}.json").write_text(json.dumps(found))
+    dist.destroy_process_group()
+
+
+def pathwise_work(rank: int, folder: str) -> None:
+    """One pathwise update of a sharded network; see test_pathwise.py."""
+    torch.set_num_threads(1)
+    place = Path(folder)
+    rendezvous = (place / "rendezvous").as_uri()
+    dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=2, timeout=timedelta(seconds=60))
+    metrics = GRPOTrainer(PATHWISE).step()
+    (place / f"{rank}.json").write_text(json.dumps(asdict(metrics)))
     dist.destroy_process_group()
 
 

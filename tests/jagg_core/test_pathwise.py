@@ -80,7 +80,7 @@ def test_a_window_is_swept_through_the_deterministic_steps_after_it() -> None:
     torch.testing.assert_close(adjoint.gradients[-1], expected, rtol=1e-10, atol=1e-12)
     with pytest.raises(ReplayMismatch, match="deterministic steps arrive"):
         adjoint_sweep(field, trajectory, bend)
-    with pytest.raises(ReplayMismatch, match="schedule must hold 0.78"):
+    with pytest.raises(ReplayMismatch, match="schedule must hold"):
         adjoint_sweep(field, trajectory, bend, schedule=dance_schedule(7))
 
 
@@ -239,10 +239,6 @@ def test_slopes_are_the_derivative_of_advantages(centre: str, scale: str, std: s
             moved[sample] += sign * 1e-3
             values.append(group_advantages(moved, ids, **options)[sample].double())  # type: ignore[arg-type]
         assert slopes[sample].item() == pytest.approx((values[0] - values[1]).item() / 2e-3, abs=2e-3)
-    clipped = advantage_slopes(rewards, ids, **options, adv_clip=0.5)  # type: ignore[arg-type]
-    outside = group_advantages(rewards, ids, **options).abs() > 0.5  # type: ignore[arg-type]
-    assert outside.any()
-    assert torch.equal(clipped, torch.where(outside, 0.0, slopes))
 
 
 def test_equal_rewards_have_slope_zero_and_pairs_are_refused() -> None:

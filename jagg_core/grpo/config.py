@@ -18,7 +18,7 @@ from jagg_core.grpo.settings import (
     RolloutSettings,
     RunSettings,
 )
-from jagg_core.plans import groups_of
+from jagg_core.plans import find_estimator, groups_of
 from jagg_core.records import RecordError, read_json
 from jagg_core.rewards import check_reward, options_of
 
@@ -55,9 +55,10 @@ class GRPOConfig:
     def __post_init__(self) -> None:
         self._check_rewards()
         steps, plan = self.rollout.trained_steps, self.plan
-        if plan.estimator in ("jagg", "endpoint"):
+        kind = find_estimator(plan.estimator).kind
+        if kind == "groups":
             groups_of(steps, plan.window)
-        if plan.estimator == "subsample" and plan.passes > steps:
+        if kind == "random" and plan.passes > steps:
             raise ValueError(f"passes must be at most the {steps} trained steps, found {plan.passes}")
         if plan.knots and max(plan.knots) >= steps:
             raise ValueError(f"knots must be below the {steps} trained steps, found {list(plan.knots)}")
@@ -92,7 +93,7 @@ class GRPOConfig:
             raise ValueError(
                 f"a calibration is of whole rollouts: trained must be 'all' with it, found {given.trained!r}"
             )
-        if self.plan.estimator in ("jagg", "endpoint"):
+        if find_estimator(self.plan.estimator).kind == "groups":
             jagg_frac_of(self.plan)
         made_with = read_json(Path(self.plan.calibration))
         transition = repr(TRANSITIONS[given.transition](given.eta))

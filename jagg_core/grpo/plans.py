@@ -7,15 +7,7 @@ from pathlib import Path
 from torch import Tensor
 
 from jagg_core.grpo.settings import PlanSettings
-from jagg_core.plans import (
-    Plan,
-    causal_plan,
-    endpoint_plan,
-    exact_plan,
-    jagg_plan,
-    spline_plan,
-    subsample_plan,
-)
+from jagg_core.plans import Plan, find_estimator
 from jagg_core.records import RecordError, read_json
 from jagg_core.seeding import generator_for
 from jagg_core.trajectory import Trajectory
@@ -30,24 +22,28 @@ def make_plan(settings: PlanSettings, sigmas: Tensor, seed: int, trajectory: Tra
         ReplayMismatch: a calibration of other rollouts.
         RecordError: the calibration has no such window.
     """
-    name = settings.estimator
-    if name == "exact":
-        return exact_plan(sigmas)
-    if name == "jagg":
-        return jagg_plan(sigmas, settings.window, jagg_frac_of(settings), settings.weighting)
-    if name == "endpoint":
-        return endpoint_plan(sigmas, settings.window, jagg_frac_of(settings))
-    if name == "subsample":
-        return subsample_plan(sigmas, settings.passes, generator_for(seed, "subsample"))
+    estimator = find_estimator(settings.estimator)
+    if estimator.kind == "groups":
+        options = {"weighting": settings.weighting} if estimator.name == "jagg" else {}
+        return estimator.build(sigmas, settings.window, jagg_frac_of(settings), **options)
+    if estimator.kind == "random":
+        return estimator.build(sigmas, settings.passes, generator_for(seed, estimator.name))
+    if estimator.kind == "exact":
+        return estimator.build(sigmas)
     if settings.calibration:
         return Plan.from_calibration(
-            settings.calibration, settings.passes, family=name, predict=settings.predict, trajectory=trajectory
+            settings.calibration,
+            settings.passes,
+            family=estimator.knots_of,
+            predict=shifted(settings),
+            trajectory=trajectory,
         )
-    return (
-        causal_plan(sigmas, settings.knots, settings.predict)
-        if name == "causal"
-        else spline_plan(sigmas, settings.knots)
-    )
+    return find_estimator("causal-predicted" if shifted(settings) else estimator.name).build(sigmas, settings.knots)
+
+
+def shifted(settings: PlanSettings) -> bool:
+    """Says whether the causal plan takes its knots at the mean sigma of the steps they serve."""
+    return settings.predict or settings.estimator == "causal-predicted"
 
 
 def jagg_frac_of(settings: PlanSettings) -> float:

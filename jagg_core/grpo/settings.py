@@ -15,14 +15,13 @@ from jagg_core.engine import BackwardMode, PartlyClipped, UpstreamMode
 from jagg_core.imports import import_object
 from jagg_core.objective import ClippedSurrogate
 from jagg_core.pathwise import Sweep
-from jagg_core.plans import Plan, check_knots, routed_groups
+from jagg_core.plans import Plan, check_knots, find_estimator, routed_groups
 from jagg_core.schedule import TimestepMode
 from jagg_core.transitions import CPS, DanceSDE, FlowSDE, Transition
 
 TRANSITIONS: dict[str, type[Transition]] = {"dance": DanceSDE, "flow": FlowSDE, "cps": CPS}
 """Kernels by the name that a configuration gives them."""
 
-Estimator = Literal["exact", "jagg", "endpoint", "subsample", "causal", "spline"]
 TrainedSteps = Literal["all", "random", "window"]
 DTYPES = ("float32", "bfloat16", "float64")
 """What a network may be trained in. In float16 upstream gradients would vanish: they have the size of 1 / (elements *
@@ -175,7 +174,7 @@ class PlanSettings:
     """Which estimator of the update gradient, and how the engine runs it.
 
     Attributes:
-        estimator: the rule.
+        estimator: a registered estimator, or your own as module:object (`jagg_core.plans.find_estimator`).
         window: steps per group, for jagg and endpoint.
         jagg_frac: share of the groups that is approximated, for jagg and endpoint; "calibrated" takes it from
             ``calibration`` for this window.
@@ -201,7 +200,7 @@ class PlanSettings:
         recalibrate: what searches them, as module:function of the trainer.
     """
 
-    estimator: Estimator = "exact"
+    estimator: str = "exact"
     window: int = 4
     jagg_frac: float | Literal["calibrated"] = 0.6
     weighting: Literal["sigma", "index"] = "sigma"
@@ -218,7 +217,7 @@ class PlanSettings:
     recalibrate: str = "analysis.measure.recalibrate:causal_knots"
 
     def __post_init__(self) -> None:
-        require_one_of("estimator", self.estimator, Estimator)
+        kind = find_estimator(self.estimator).kind
         require_one_of("weighting", self.weighting, ("sigma", "index"))
         require_one_of("upstream", self.upstream, (*get_args(UpstreamMode), "pathwise"))
         require_one_of("sweep", self.sweep, Sweep)
@@ -236,7 +235,7 @@ class PlanSettings:
                 raise ValueError("jagg_frac 'calibrated' needs a calibration file, found none")
         else:
             routed_groups(1, self.jagg_frac)
-        if self.estimator in ("causal", "spline"):
+        if kind == "knots":
             if bool(self.knots) == bool(self.calibration):
                 raise ValueError(
                     f"estimator {self.estimator} needs either knots or a calibration, "
@@ -245,21 +244,19 @@ class PlanSettings:
             if self.knots:
                 check_knots(self.knots, max(0, *self.knots) + 1)
             if self.calibration:
-                Plan.from_calibration(self.calibration, self.passes, family=self.estimator)
+                Plan.from_calibration(self.calibration, self.passes, family=find_estimator(self.estimator).knots_of)
         if self.predict and self.estimator != "causal":
             raise ValueError(f"predict is for the estimator causal, found {self.estimator}")
 
     def _check_pathwise(self) -> None:
         """Refuse what has another expectation: a plan that looks ahead has a term that the reward's gradient misses."""
-        if self.estimator not in ("exact", "causal", "subsample"):
-            raise ValueError(
-                f"upstream pathwise needs an estimator that does not look ahead: exact, causal or subsample, "
-                f"got {self.estimator}"
-            )
-        if self.estimator == "causal" and self.knots and self.knots[0] != 0:
+        estimator = find_estimator(self.estimator)
+        if estimator.looks_ahead:
+            raise ValueError(f"upstream pathwise needs an estimator that does not look ahead, got {self.estimator}")
+        if self.knots and self.knots[0] != 0:
             raise ValueError(f"upstream pathwise needs knots that begin with 0, got {list(self.knots)}")
-        if self.sweep == "knots" and self.estimator != "causal":
-            raise ValueError(f"sweep knots is for the estimator causal, got {self.estimator}")
+        if self.sweep == "knots" and estimator.kind != "knots":
+            raise ValueError(f"sweep knots is for estimators with knots, got {self.estimator}")
         if self.keep_graphs:
             raise ValueError("upstream pathwise differentiates the network in the latents: keep_graphs must be false")
 

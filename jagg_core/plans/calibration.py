@@ -7,8 +7,8 @@ from pathlib import Path
 
 import torch
 
-from jagg_core.plans.constructors import causal_plan, spline_plan
 from jagg_core.plans.plan import Plan
+from jagg_core.plans.registry import find_estimator
 from jagg_core.records import RecordError, read_json
 from jagg_core.trajectory import ReplayMismatch, Trajectory
 
@@ -23,10 +23,10 @@ def read_plan(
 ) -> Plan:
     """Reads the calibrated plan with this many passes from a ``calibration-*.json`` of ``analysis``.
 
-    ``family``: ``"causal"`` or ``"spline"``. ``predict``: for causal plans alone, see `causal_plan`.
-    ``trajectory``: a rollout that the plan will be used on. With it, a calibration of another schedule, kernel,
-    timestep mode, guidance or backbone is refused here; without it, another schedule is refused by the engine. A
-    calibration that was made with ``--quick`` is read with a warning.
+    ``family``: an estimator with searched knots, such as ``"causal"``. ``predict``: shifted knots, for causal plans
+    alone; see `causal_plan`. ``trajectory``: a rollout that the plan will be used on. With it, a calibration of another
+    schedule, kernel, timestep mode, guidance or backbone is refused here; without it, another schedule is refused by
+    the engine. A calibration that was made with ``--quick`` is read with a warning.
 
     Raises:
         RecordError: not a calibration file, or a damaged one.
@@ -56,5 +56,6 @@ def read_plan(
         for key, found in (trajectory.signature | ours).items():
             if found != made_with.get(key, found):
                 raise ReplayMismatch(f"{key}: calibrated with {made_with[key]}, the rollout used {found}")
-    knots = plans[family][str(passes)]
-    return causal_plan(sigmas, knots, predict) if family == "causal" else spline_plan(sigmas, knots)
+    # "predict" is how callers have always asked for the causal plan with shifted knots
+    estimator = find_estimator("causal-predicted" if predict else family)
+    return estimator.build(sigmas, plans[family][str(passes)])

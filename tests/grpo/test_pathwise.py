@@ -97,7 +97,7 @@ def test_the_reward_rises() -> None:
     [
         ({"plan": {"estimator": "jagg", "knots": ()}}, "does not look ahead"),
         ({"plan": {"knots": (1, 3)}}, r"knots that begin with 0, got \[1, 3\]"),
-        ({"plan": {"estimator": "exact", "knots": (), "sweep": "knots"}}, "sweep knots is for the estimator causal"),
+        ({"plan": {"estimator": "exact", "knots": (), "sweep": "knots"}}, "sweep knots is for estimators with knots"),
         ({"plan": {"keep_graphs": True}}, "keep_graphs must be false"),
         ({"plan": {"sweep": "half"}}, "sweep must be one of"),
         ({"optimizer": {"epochs": 2}}, "epochs must be 1, got 2"),
@@ -124,4 +124,4 @@ def test_two_ranks_follow_one(tmp_path_factory: pytest.TempPathFactory) -> None:
     for rank in range(2):
         found = json.loads((folder / f"{rank}.json").read_text())
         assert found["grad_norm"] == pytest.approx(alone.grad_norm, rel=1e-4)
-        assert found["passes"] * 2 == alone.passes
+        assert found["passes"] == alone.passes

@@ -1,0 +1,162 @@
+"""Estimators by name. Each is declared once, here; tables, figures, searches and trainers read this registry."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
+from typing import Literal
+
+from jagg_core.checks import require_one_of
+from jagg_core.imports import import_object
+from jagg_core.plans.constructors import (
+    causal_plan,
+    endpoint_plan,
+    exact_plan,
+    jagg_plan,
+    spline_plan,
+    subsample_plan,
+)
+from jagg_core.plans.plan import Plan
+
+Kind = Literal["exact", "groups", "knots", "random"]
+"""What a constructor takes besides sigmas: nothing; window and jagg_frac; knots; a count and a generator."""
+
+
+@dataclass(frozen=True)
+class Estimator:
+    """A way to compute the update gradient.
+
+    Attributes:
+        name: in records, tables, flags and figures.
+        label: in legends and tables.
+        kind: what ``build`` takes; see `Kind`.
+        build: constructor of the plan. By kind: ``(sigmas)``, ``(sigmas, window, jagg_frac)``, ``(sigmas, knots)`` or
+            ``(sigmas, count, generator)``.
+        looks_ahead: whether a knot's state may contain the noise of a step that it serves, which biases the gradient.
+        style: colour, marker and line of its figures.
+        knots_of: for knots: the estimator whose searched knots it takes; its own name if they are searched for it.
+        in_front: whether it is judged at every number of passes and drawn in the Pareto front and the heat map.
+        recommended: whether a calibration may recommend it.
+
+    Raises:
+        ValueError: an unknown kind, or searched knots for an estimator that takes none.
+    """
+
+    name: str
+    label: str
+    kind: Kind
+    build: Callable[..., Plan]
+    looks_ahead: bool
+    style: tuple[str, str, str] = ("#2c3e50", "h", "-.")
+    knots_of: str = ""
+    in_front: bool = False
+    recommended: bool = False
+
+    def __post_init__(self) -> None:
+        require_one_of("kind", self.kind, Kind)
+        if self.kind == "knots" and not self.knots_of:
+            object.__setattr__(self, "knots_of", self.name)
+        if self.kind != "knots" and self.knots_of:
+            raise ValueError(f"knots_of is for estimators of kind knots, got {self.knots_of!r} for kind {self.kind!r}")
+
+    @property
+    def searched(self) -> bool:
+        """Whether knots are searched for it."""
+        return self.knots_of == self.name
+
+
+ESTIMATORS: dict[str, Estimator] = {
+    estimator.name: estimator
+    for estimator in (
+        Estimator(
+            "jagg", "JAGG (paper)", "groups", jagg_plan, looks_ahead=True, style=("#c0392b", "o", "-"), in_front=True
+        ),
+        Estimator(
+            "jagg-index",
+            "JAGG, index weights",
+            "groups",
+            partial(jagg_plan, weighting="index"),
+            looks_ahead=True,
+            style=("#e59866", "s", "--"),
+        ),
+        Estimator("endpoint", "endpoint-only", "groups", endpoint_plan, looks_ahead=False, style=("#7f8c8d", "v", ":")),
+        Estimator(
+            "subsample", "random steps", "random", subsample_plan, looks_ahead=False, style=("#8e44ad", "x", "-.")
+        ),
+        Estimator(
+            "spline",
+            "linear weights, searched knots",
+            "knots",
+            spline_plan,
+            looks_ahead=True,
+            style=("#2980b9", "^", "--"),
+            in_front=True,
+        ),
+        Estimator(
+            "causal",
+            "causal, searched knots",
+            "knots",
+            causal_plan,
+            looks_ahead=False,
+            style=("#1e8449", "D", "-"),
+            in_front=True,
+            recommended=True,
+        ),
+        Estimator(
+            "causal-predicted",
+            "causal, shifted knots",
+            "knots",
+            partial(causal_plan, predict=True),
+            looks_ahead=False,
+            style=("#145a32", "P", ":"),
+            knots_of="causal",
+            recommended=True,
+        ),
+        Estimator("exact", "exact", "exact", exact_plan, looks_ahead=False, style=("black", "*", "-")),
+    )
+}
+"""By name. Estimators of other packages come in by `register_estimator` or as ``module:object``."""
+
+
+def register_estimator(estimator: Estimator) -> Estimator:
+    """Adds an estimator, so that every table, figure, search and trainer of this process has it.
+
+    Raises:
+        ValueError: another estimator has the name.
+    """
+    if ESTIMATORS.get(estimator.name, estimator) != estimator:
+        raise ValueError(f"estimator {estimator.name!r} is registered already: give it another name")
+    ESTIMATORS[estimator.name] = estimator
+    return estimator
+
+
+def find_estimator(name: str) -> Estimator:
+    """Returns the registered estimator of a name, or registers what ``module:object`` names.
+
+    The object is an `Estimator`, or a constructor ``(sigmas, knots) -> Plan``; that becomes an estimator with searched
+    knots, named as the function.
+
+    Raises:
+        ValueError: an unknown name, or an object that is neither.
+    """
+    if ":" not in name:
+        require_one_of("estimator", name, tuple(ESTIMATORS))
+        return ESTIMATORS[name]
+    named = import_object(name, "estimator", f"{', '.join(ESTIMATORS)} or module:object")
+    if isinstance(named, Estimator):
+        return register_estimator(named)
+    if isinstance(named, type) or not callable(named):
+        raise ValueError(
+            f"estimator {name!r} must be an Estimator or a constructor (sigmas, knots) -> Plan, got {named!r}"
+        )
+    title = getattr(named, "__name__", name.rpartition(":")[2]).removesuffix("_plan").replace("_", "-")
+    # whether it looks ahead depends on its weights: until a plan is built the bias has to be expected
+    return register_estimator(Estimator(title, title, "knots", named, looks_ahead=True, in_front=True))
+
+
+def estimators(**wanted: bool) -> Iterable[Estimator]:
+    """Yields the registered estimators with these properties, in the registry's order."""
+    for estimator in ESTIMATORS.values():
+        if all(getattr(estimator, name) == value for name, value in wanted.items()):
+            yield estimator

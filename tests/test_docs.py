@@ -17,6 +17,8 @@ import analysis.__main__
 import bench.__main__
 import jagg_core.__main__
 import jagg_core.grpo.command
+from bench.speed_ups import update_speed_ups
+from jagg_core.records import Record
 
 ROOT = Path(__file__).parents[1]
 CONTRIBUTING = ROOT / "CONTRIBUTING.md"
@@ -241,3 +243,12 @@ def test_groups_are_as_fast_as_the_page_says(run: str, backbone: str, column: in
     for arm, row in GROUPS.items():
         value, low, high = own.loc[arm, ["speed_up", "speed_up_low", "speed_up_high"]]
         assert rows[row][column].strip() == f"{value:.2f}x [{low:.2f}, {high:.2f}]"
+
+
+def test_updates_are_as_fast_as_the_page_says() -> None:
+    page = (ROOT / "docs" / "timing.md").read_text()
+    rows = update_speed_ups(Record.read(ROOT / "results" / "reference" / "bench" / "update-photos-flux.json"))
+    for row in rows:
+        if row["way"] not in ("exact", "exact-closed-form"):
+            texts = [f"{r.value:.2f}x [{r.low:.2f}, {r.high:.2f}]" for r in (row["update"], row["step"])]
+            assert f"| {' | '.join(texts)} |" in page, row["way"]

@@ -167,7 +167,7 @@ def test_the_command_says_what_failed_and_still_writes(
     assert caught.value.code == 1
     printed = capsys.readouterr()
     assert "exact" in printed.out and "1.00x" in printed.out and "exact-batched" not in printed.out
-    said = printed.err
+    said = printed.err.split("failed cells")[1]  # behind the progress, of which more shows on a slow machine
     # one line for both, as they have one reason
     assert said.count("ArithmeticError") == 1
     assert "exact-batched, closed-form-batched: ArithmeticError: gradient differs from the plain loop by 1 " in said

@@ -17,7 +17,10 @@ import analysis.__main__
 import bench.__main__
 import jagg_core.__main__
 import jagg_core.grpo.command
+from bench.cost import Machine, Update
+from bench.matched import fitting, matched
 from bench.speed_ups import update_speed_ups
+from bench.work import PassWork
 from jagg_core.records import Record
 
 ROOT = Path(__file__).parents[1]
@@ -252,3 +255,22 @@ def test_updates_are_as_fast_as_the_page_says() -> None:
         if row["way"] not in ("exact", "exact-closed-form"):
             texts = [f"{r.value:.2f}x [{r.low:.2f}, {r.high:.2f}]" for r in (row["update"], row["step"])]
             assert f"| {' | '.join(texts)} |" in page, row["way"]
+
+
+def savings() -> list[str]:
+    """Rows of the table of predicted savings in docs/timing.md."""
+    rows = matched(PassWork(forward=1e12, backward=2e12, parameters=1), Update(), Machine())
+    shares = ("with_checkpointing", "without", "several_steps")
+    texts = [
+        [row["plan"], str(row["passes"]), *(f"{row[share]:.1%}".replace("%", " %") for share in shares)] for row in rows
+    ]
+    return [f"| {' | '.join(row)} |".replace("predicted knots", "shifted knots") for row in texts]
+
+
+def test_savings_are_predicted_as_the_page_says() -> None:
+    page = (ROOT / "docs" / "timing.md").read_text()
+    table = page.split("| plan | passes of 20 | with checkpointing |")[1].split("\n\n")[0]
+    assert table.splitlines()[2:] == savings()
+    work = PassWork(forward=1e12, backward=2e12, parameters=1)
+    fits = fitting(work, (0.173, 0.182), Machine(checkpointing=True))
+    assert f"of a step: {len(fits)} of them" in " ".join(page.split())

@@ -23,7 +23,7 @@ USUAL = {"transition": "dance", "timestep_mode": "float"}
 
 @dataclass(frozen=True)
 class Recipe:
-    """How rollouts are made; DanceGRPO's by default, but for ``timestep_mode``.
+    """How rollouts are made. The defaults are DanceGRPO's kernel and shift; steps and eta are ours.
 
     Attributes:
         steps: sampling steps.

@@ -18,7 +18,7 @@ from torch.utils.benchmark.utils.timer import timer
 
 from bench.arms import Group, arms_for, run_arm
 from bench.counting import Counter, Stopwatch
-from bench.group import TOLERANCE, clear, gradient, prompts_of, relative_error
+from bench.group import clear, gradient, prompts_of
 from bench.layouts import lay_out, without_reduction
 from bench.memory import LiveBytes
 from bench.rounds import time_in_rounds
@@ -26,6 +26,7 @@ from jagg_core import DanceSDE, exact_plan, initial_latents
 from jagg_core.backbones import load_backbone, read_options
 from jagg_core.distributed import FixedParameters, join_as
 from jagg_core.records import Cell
+from jagg_core.reference import TOLERANCE, relative_error
 from jagg_core.schedule import dance_schedule
 from jagg_core.seeding import derive_seed, generator_for
 from jagg_core.trajectory import rollout

@@ -13,16 +13,14 @@ from bench.arms import Arm, Group, arms_for, run_arm
 from bench.compiling import BACKENDS, compile_blocks, compile_seconds, compiled_graphs, require_graphs, uncompiled
 from bench.noise import note_noise
 from bench.rounds import time_in_rounds
-from jagg_core import ClippedSurrogate, DanceSDE, Plan, Trajectory, VelocityPolicy, initial_latents, rollout
+from jagg_core import ClippedSurrogate, DanceSDE, Trajectory, VelocityPolicy, initial_latents, rollout
 from jagg_core.backbones import Backbone, ScheduleName, check_schedule, load_backbone, read_options, schedule_of
 from jagg_core.checks import require_at_least, require_one_of
 from jagg_core.environment import command_line, environment
 from jagg_core.objective import upstream_closed_form
 from jagg_core.records import Cell, Record, recorded
+from jagg_core.reference import TOLERANCE, plain_gradient, relative_error
 from jagg_core.seeding import derive_seed, generator_for
-
-TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 5e-2}
-"""Largest relative error of an arm's gradient against the plain loop of the same plan, by dtype of the network."""
 
 DTYPES = tuple(str(dtype).removeprefix("torch.") for dtype in TOLERANCE)
 """Of a network that can be verified."""
@@ -111,37 +109,13 @@ def gradient(parameters: Sequence[Tensor]) -> list[Tensor]:
     return [p.grad if p.grad is not None else torch.zeros_like(p) for p in parameters]
 
 
-def plain_gradient(
-    policy: VelocityPolicy, parameters: Sequence[Tensor], trajectory: Trajectory, upstream: Sequence[Tensor], plan: Plan
-) -> list[Tensor]:
-    """The plan's gradient by a plain loop over its knots, the twin of the engine."""
-    total = [torch.zeros_like(p) for p in parameters]
-    rows = trajectory.rows.to(trajectory.latents.device)
-    for i, knot in enumerate(plan.knots):
-        aggregated = torch.zeros_like(upstream[0])
-        for j in range(plan.steps):
-            aggregated += float(plan.weights[i, j]) * upstream[j]
-        velocity = policy.velocity(*trajectory.site(knot, plan.knot_sigma(i)), rows)
-        found = torch.autograd.grad(velocity, parameters, aggregated.to(velocity.dtype), allow_unused=True)
-        for sums, gradient in zip(total, found, strict=True):
-            if gradient is not None:
-                sums += gradient
-    return total
-
-
-def relative_error(found: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
-    """``|found - expected| / |expected|`` over all parameters, accumulated in fp64."""
-    difference = [(a.double() - b.double()).norm() for a, b in zip(found, expected, strict=True)]
-    return float(torch.stack(difference).norm() / torch.stack([b.double().norm() for b in expected]).norm())
-
-
-def verify(found: Sequence[Tensor], expected: Sequence[Tensor], dtype: str) -> float:
-    """Relative error of a gradient.
+def verify(actual: Sequence[Tensor], expected: Sequence[Tensor], dtype: str) -> float:
+    """Computes the relative error of a gradient.
 
     Raises:
         ArithmeticError: it is beyond the `TOLERANCE` of the network's ``dtype``.
     """
-    error, limit = relative_error(found, expected), TOLERANCE[getattr(torch, dtype)]
+    error, limit = relative_error(actual, expected), TOLERANCE[getattr(torch, dtype)]
     if not error <= limit:
         raise ArithmeticError(f"gradient differs from the plain loop by {error:.2g} (limit {limit:g})")
     return error

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils.benchmark.utils.timer import timer
 
 from bench.compiling import compile_blocks, compile_seconds, compiled_graphs, require_graphs, uncompiled
-from bench.group import GroupBench, clear, gradient, load, plain_gradient, prompts_of, verify, workload
+from bench.group import GroupBench, clear, gradient, load, prompts_of, verify, workload
 from bench.noise import note_noise
 from bench.rounds import time_in_rounds
 from bench.speed_ups import PARTS
@@ -30,6 +30,7 @@ from jagg_core.environment import command_line, environment
 from jagg_core.objective import upstream_closed_form
 from jagg_core.plans import groups_of, routed_groups
 from jagg_core.records import Cell, Record, recorded
+from jagg_core.reference import plain_gradient
 from jagg_core.rewards import Reward, load_reward, score
 from jagg_core.trajectory import rollout
 

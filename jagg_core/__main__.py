@@ -23,11 +23,12 @@ from jagg_core.backbones import (
     read_options,
     schedule_of,
 )
-from jagg_core.backbones.check import TOLERANCE, Finding, check_backbone
+from jagg_core.backbones.check import Finding, check_backbone
 from jagg_core.backbones.registry import TRAINED
 from jagg_core.files import write_atomically
 from jagg_core.images import image_grid, png_bytes
 from jagg_core.records import require_writable
+from jagg_core.reference import TOLERANCE
 
 DTYPES = [str(dtype).removeprefix("torch.") for dtype in TOLERANCE]
 SAMPLE_EXAMPLE = (

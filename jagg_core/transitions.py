@@ -152,3 +152,7 @@ class CPS(Transition):
     def dlogp_dmean(self, noise: Tensor, scale: Tensor) -> Tensor:
         """See `Transition.dlogp_dmean`."""
         return 2 * expand(scale, noise) * noise
+
+
+TRANSITIONS: dict[str, type[Transition]] = {"dance": DanceSDE, "flow": FlowSDE, "cps": CPS}
+"""Kernels by their names in configurations, flags and records."""

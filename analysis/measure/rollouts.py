@@ -12,10 +12,10 @@ from torch import Tensor
 from jagg_core import Trajectory, Transition, VelocityPolicy, group_advantages, initial_latents, rollout
 from jagg_core.backbones import Backbone, ScheduleName, check_schedule, schedule_of
 from jagg_core.checks import require_at_least, require_one_of
-from jagg_core.grpo.settings import TRANSITIONS
 from jagg_core.rewards import Reward, score
 from jagg_core.schedule import TimestepMode
 from jagg_core.seeding import derive_seed, generator_for
+from jagg_core.transitions import TRANSITIONS
 
 USUAL = {"transition": "dance", "timestep_mode": "float"}
 """What rollouts have where a record, or the key of a stored table, does not name it."""

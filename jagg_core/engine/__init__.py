@@ -4,8 +4,10 @@ The paper's four phases, for every bundle of knots that shares a backward call:
 
 1. forwards: with a graph at the knots; without one at other steps whose upstream gradient needs a velocity (`passes`);
 2. upstream gradients ``s_j``, from transition and loss alone (`upstream`);
-3. aggregation ``u_i = sum_j w[i, j] s_j``, where samples that are partly clipped have weights of their own (`routing`);
+3. aggregation ``u_i = sum_j w[i, j] s_j`` (`aggregation`);
 4. one backward through the network from all knots of the bundle (`passes`).
+
+`jagg_core.reference.plain_gradient` is the same in one short loop, without modes and checks.
 """
 
 from jagg_core.engine.modes import BackwardMode, OffPolicyError, PartlyClipped, UpstreamMode

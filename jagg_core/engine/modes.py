@@ -34,14 +34,14 @@ class Modes:
         upstream, backward: the modes; ``"auto"`` is decided.
         knots_per_pass: most knots in one pass.
         on_policy: whether the weights are the rollout's, on every rank; None if the policy or the rollout cannot tell.
-        routing: whether samples that are partly clipped get a pass per step.
+        exact_where_mixed: whether samples that are partly clipped get a pass per step.
     """
 
     upstream: UpstreamMode | Literal["given"]
     backward: BackwardMode
     knots_per_pass: int
     on_policy: bool | None
-    routing: bool
+    exact_where_mixed: bool
 
 
 def choose_modes(
@@ -83,7 +83,7 @@ def choose_modes(
         backward=backward,
         knots_per_pass=fitting if backward == "batched" else 1,
         on_policy=on_policy,
-        routing=upstream == "autograd" and partly_clipped == "exact",
+        exact_where_mixed=upstream == "autograd" and partly_clipped == "exact",
     )
 
 

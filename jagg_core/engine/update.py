@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from jagg_core.checks import require_one_of
+from jagg_core.engine.aggregation import Aggregation
 from jagg_core.engine.modes import BackwardMode, Modes, PartlyClipped, UpstreamMode, choose_modes
 from jagg_core.engine.passes import Passes
 from jagg_core.engine.report import RatioNoise, Report, figures_of, largest_by_step, ratios_of
-from jagg_core.engine.routing import Weights
 from jagg_core.engine.upstream import WAYS, Given, Source, UpstreamGradients
 from jagg_core.objective import ClippedSurrogate
 from jagg_core.plans import Plan
@@ -95,7 +95,7 @@ def accumulate_gradients(
     passes = Passes(policy, trajectory, plan, modes, clock, backward_fn)
     known = trajectory, advantages.to(trajectory.latents), plan, objective, reference, passes
     gradients = WAYS[modes.upstream](*known) if source is None else Given(*known, source=source)
-    update = _Update(plan, modes, passes, gradients, Weights(plan, trajectory, scale))
+    update = _Update(plan, modes, passes, gradients, Aggregation(plan, trajectory, scale))
     for bundle in update.bundles():
         update.run(bundle)
     if passes.broken:
@@ -166,24 +166,24 @@ class _Update:
     modes: Modes
     passes: Passes
     upstream: UpstreamGradients
-    weights: Weights
+    aggregation: Aggregation
 
     def bundles(self) -> Iterator[list[int]]:
         """Positions of the knots that share one backward call."""
         if self.modes.backward == "joint":
-            yield from (positions for positions, _ in self.weights.parts)
+            yield from (positions for positions, _ in self.aggregation.parts)
         else:
             yield from self.passes.together(range(self.plan.passes))
 
     def run(self, bundle: list[int]) -> None:
         """The four phases of one bundle."""
-        parts = self.weights.parts
+        parts = self.aggregation.parts
         touched = [n for n, (positions, _) in enumerate(parts) if set(positions) & set(bundle)]
-        if self.modes.routing:
+        if self.modes.exact_where_mixed:
             # whether a sample is partly clipped is only known with all steps of a part
             feeding = sorted({j for n in touched for j in parts[n][1]})
         else:
-            feeding = self.weights.feeding(bundle)
+            feeding = self.aggregation.feeding(bundle)
         unknown = [j for j in feeding if j not in self.upstream.known]
         knots = [self.plan.knots[i] for i in bundle]
         others = sorted({self.plan.knots[i] for n in touched for i in parts[n][0]} - set(knots))
@@ -194,21 +194,21 @@ class _Update:
 
         # phase 2: upstream gradients
         self.upstream.learn(unknown, knots, velocities)
-        if self.modes.routing:
+        if self.modes.exact_where_mixed:
             for n in touched:
-                self.weights.route(n, self.upstream.known)
+                self.aggregation.make_exact(n, self.upstream.known)
 
         # phase 3: aggregation
         with self.passes.timed("upstream"):
-            totals = [self.weights.aggregate(i, self.upstream.known) for i in bundle]
+            totals = [self.aggregation.aggregate(i, self.upstream.known) for i in bundle]
 
         # phase 4: one backward
         self.passes.backward(velocities, totals)
 
-        if self.modes.routing:
+        if self.modes.exact_where_mixed:
             for n in touched:
                 if parts[n][0][-1] in bundle:
-                    self.weights.run_exact(n, self.upstream.known, self.passes)
+                    self.aggregation.run_exact(n, self.upstream.known, self.passes)
 
     def report(self, scale: float, objective: ClippedSurrogate) -> Report:
         """What was done."""
@@ -217,7 +217,7 @@ class _Update:
         log_ratios = self.upstream.log_ratios or {step: found.log_ratio for step, found in known.items()}
         return Report(
             **figures_of(known, log_ratios, scale, objective),
-            partly_clipped=self.weights.mixed,
+            partly_clipped=self.aggregation.mixed,
             passes=passes.passes,
             forwards=passes.forwards,
             reference_forwards=self.upstream.reference_forwards,

@@ -7,7 +7,6 @@ from pathlib import Path
 
 from jagg_core.grpo.plans import jagg_frac_of
 from jagg_core.grpo.settings import (
-    TRANSITIONS,
     AdvantageSettings,
     ModelSettings,
     ObjectiveSettings,
@@ -21,6 +20,7 @@ from jagg_core.grpo.settings import (
 from jagg_core.plans import find_estimator, groups_of
 from jagg_core.records import RecordError, read_json
 from jagg_core.rewards import check_reward, options_of
+from jagg_core.transitions import TRANSITIONS
 
 
 @dataclass(frozen=True)

@@ -17,10 +17,7 @@ from jagg_core.objective import ClippedSurrogate
 from jagg_core.pathwise import Sweep
 from jagg_core.plans import Plan, check_knots, find_estimator, routed_groups
 from jagg_core.schedule import TimestepMode
-from jagg_core.transitions import CPS, DanceSDE, FlowSDE, Transition
-
-TRANSITIONS: dict[str, type[Transition]] = {"dance": DanceSDE, "flow": FlowSDE, "cps": CPS}
-"""Kernels by the name that a configuration gives them."""
+from jagg_core.transitions import TRANSITIONS
 
 TrainedSteps = Literal["all", "random", "window"]
 DTYPES = ("float32", "bfloat16", "float64")

@@ -21,7 +21,7 @@ from jagg_core.grpo.learner import Learner
 from jagg_core.grpo.metrics import Metrics, timed
 from jagg_core.grpo.plans import make_plan
 from jagg_core.grpo.sampling import Samples, prompts_of, random_steps, samples_of, window_of
-from jagg_core.grpo.settings import TRANSITIONS, precision
+from jagg_core.grpo.settings import precision
 from jagg_core.imports import import_object
 from jagg_core.pathwise import adjoint_sweep, advantage_slopes, pathwise_upstream
 from jagg_core.policy import VelocityPolicy
@@ -36,6 +36,7 @@ from jagg_core.rewards import (
 )
 from jagg_core.seeding import derive_seed, initial_latents
 from jagg_core.trajectory import Trajectory, policy_signature, rollout, sample_ode
+from jagg_core.transitions import TRANSITIONS
 
 
 @dataclass(frozen=True)

@@ -10,16 +10,14 @@ from torch import Tensor
 
 from jagg_core.backbones.protocol import Backbone
 from jagg_core.engine import BackwardMode, UpstreamMode, accumulate_gradients
-from jagg_core.objective import ClippedSurrogate
+from jagg_core.objective import ClippedSurrogate, upstream_closed_form
 from jagg_core.plans import Plan, exact_plan
 from jagg_core.policy import VelocityPolicy
+from jagg_core.reference import TOLERANCE, plain_gradient
 from jagg_core.schedule import dance_schedule
 from jagg_core.seeding import initial_latents
 from jagg_core.trajectory import Trajectory, rollout
 from jagg_core.transitions import DanceSDE
-
-TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 5e-2}
-"""Largest relative error between two ways to the same velocities or gradients, by dtype of the network."""
 
 SAMPLES = 4
 STEPS = 6
@@ -121,11 +119,25 @@ class Probe:
         """A rollout of Dance-SDE on DanceGRPO's schedule."""
         return rollout(self.policy, dance_schedule(STEPS), DanceSDE(0.7), self.latents, seed=0)
 
+    @property
+    def scale(self) -> float:
+        """Factor of the loss: half precision cannot hold the gradient of a mean over many elements."""
+        return self.trajectory.elements**0.5
+
+    def plain(self, plan: Plan) -> list[Tensor | None]:
+        """Computes the gradient of a plan by a plain loop; None for what is not trained."""
+        steps = range(self.trajectory.steps)
+        advantages = torch.tensor(ADVANTAGES, device=self.latents.device)
+        upstream = [upstream_closed_form(OBJECTIVE, self.trajectory, j, advantages).gradient for j in steps]
+        trained = [parameter for parameter in self.parameters if parameter.requires_grad]
+        upstream = [self.scale * gradient for gradient in upstream]
+        gradients = iter(plain_gradient(self.policy, trained, self.trajectory, upstream, plan))
+        return [next(gradients) if parameter.requires_grad else None for parameter in self.parameters]
+
     def gradient(self, plan: Plan, upstream: UpstreamMode, backward: BackwardMode) -> list[Tensor | None]:
         """The gradient of a plan by parameter."""
         for parameter in self.parameters:
             parameter.grad = None
-        # half precision cannot hold the gradient of a mean over many elements
         accumulate_gradients(
             self.policy,
             self.trajectory,
@@ -134,7 +146,7 @@ class Probe:
             OBJECTIVE,
             upstream,
             backward,
-            scale=self.trajectory.elements**0.5,
+            scale=self.scale,
         )
         found = [parameter.grad for parameter in self.parameters]
         for parameter in self.parameters:
@@ -152,24 +164,6 @@ class Probe:
         """What the transformer calls a parameter."""
         names = {id(p): name for name, p in self.backbone.transformer.named_parameters()}
         return names.get(id(parameter), f"one of shape {list(parameter.shape)} outside the transformer")
-
-
-def relative_error(found: Sequence[Tensor | None], expected: Sequence[Tensor | None]) -> float:
-    """``|found - expected| / |expected|`` over all tensors, summed in fp64; None is zero.
-
-    Raises:
-        ValueError: tensors of other shapes.
-    """
-    difference = size = 0.0
-    for a, b in zip(found, expected, strict=True):
-        if a is not None and b is not None and a.shape != b.shape:
-            raise ValueError(f"shapes differ: {list(a.shape)} and {list(b.shape)}")
-        if b is not None:
-            size += b.detach().double().square().sum().item()
-        if a is not None or b is not None:
-            gap = (0 if a is None else a.detach().double()) - (0 if b is None else b.detach().double())
-            difference += torch.as_tensor(gap).square().sum().item()
-    return (difference / size) ** 0.5 if size > 0 else float(difference > 0)
 
 
 def same(probe: Probe, error: float, what: str, likely: str) -> Outcome:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from jagg_core.backbones.check.probe import SAMPLES, STEPS, Outcome, Probe, relative_error, same
+from jagg_core.backbones.check.probe import SAMPLES, STEPS, Outcome, Probe, same
+from jagg_core.reference import relative_error
 from jagg_core.schedule import dance_schedule
 from jagg_core.trajectory import sample_ode
 

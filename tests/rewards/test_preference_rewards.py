@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from jagg_core import group_advantages
+from jagg_core.backbones.pretrained.text import PromptCut
 from jagg_core.rewards import PreferenceReward, Reward, check_reward, load_reward, options_of, reward_versions, score
 from jagg_core.rewards.preference import CLIPSCORE, HPSV21, PICKSCORE, published
 from jagg_core.rewards.preference.files import PROCESSOR_FILES
@@ -213,6 +214,14 @@ def test_a_gradient_in_the_pixels_and_nothing_random(shared: Path) -> None:
     assert not reward.network.model.training
     assert not any(p.requires_grad for p in reward.network.model.parameters())
     assert isinstance(reward, Reward)
+
+
+def test_prompts_that_are_cut_are_noted_once(shared: Path) -> None:
+    reward = load("clipscore", shared)
+    prompts = [PROMPTS[0], " ".join(["cat"] * 500), *PROMPTS[2:]]
+    with pytest.warns(PromptCut, match=rf"1 of {len(set(prompts))} prompts .* the reward's text encoder reads"):
+        score(reward, IMAGES, prompts)
+    score(reward, IMAGES, prompts)  # warnings are errors here
 
 
 def test_networks_are_read_once_and_prompts_encoded_once(shared: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,15 @@ from torch import Tensor, nn
 from jagg_core.backbones.pretrained.folder import ModelFolder, require_whole
 from jagg_core.backbones.pretrained.policy import PretrainedPolicy
 from jagg_core.backbones.pretrained.prompts import PROMPTS
-from jagg_core.backbones.pretrained.text import RandomTexts, Text, TextBatch, TextShape, TextStore, cache_folder
+from jagg_core.backbones.pretrained.text import (
+    PromptEncoder,
+    RandomTexts,
+    Text,
+    TextBatch,
+    TextShape,
+    TextStore,
+    cache_folder,
+)
 from jagg_core.backbones.repairs import ExactTimestep, dtype_argument
 from jagg_core.policy import guided
 from jagg_core.schedule import check_sigmas
@@ -361,7 +369,9 @@ class PretrainedBackbone(ABC):
         load = getattr(diffusers, self.pipeline_class).from_pretrained
         parts = self.without_networks() | dtype_argument(self.dtype) | LOCAL
         pipeline = load(folder.path, **parts).to(self.device)
-        return lambda prompt: self.encode(pipeline, prompt)
+        # several tokenizers are numbered, and the last feeds the encoder that reads most tokens
+        names = sorted(name for name in pipeline.components if name.startswith("tokenizer"))
+        return PromptEncoder(partial(self.encode, pipeline), pipeline.components[names[-1]], self.max_text_tokens)
 
     @classmethod
     def without_networks(cls) -> dict[str, Any]:

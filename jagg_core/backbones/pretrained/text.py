@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -77,6 +78,46 @@ def _padded(tokens: Tensor, length: int) -> Tensor:
     return torch.nn.functional.pad(tokens, (0, 0, 0, length - len(tokens)))
 
 
+class PromptCut(UserWarning):
+    """Prompts have more tokens than their text encoder takes; the rest of them is not read."""
+
+
+def warn_of_cut(prompts: Sequence[str], tokenizer: Any, limit: int, encoder: str) -> bool:
+    """Warns in one line if prompts have more tokens than ``limit``: how many, and which is the first.
+
+    ``encoder`` names the text encoder in the warning. Returns whether any prompt is cut.
+    """
+    counts = [len(ids) for ids in tokenizer(list(prompts), truncation=False, verbose=False)["input_ids"]]
+    cut = [prompt for prompt, count in zip(prompts, counts, strict=True) if count > limit]
+    if cut:
+        warnings.warn(
+            f"{len(cut)} of {len(prompts)} prompts have more than the {limit} tokens that {encoder} reads, and are cut "
+            f"there; the longest has {max(counts)}, the first is {cut[0][:60]!r}",
+            PromptCut,
+            stacklevel=2,
+        )
+    return bool(cut)
+
+
+@dataclass(frozen=True)
+class PromptEncoder:
+    """Encodes one prompt at a time, and knows how many tokens it reads.
+
+    Attributes:
+        encode: a prompt to what it becomes.
+        tokenizer: of the encoder that reads most tokens.
+        limit: tokens that it reads.
+    """
+
+    encode: Callable[[str], Text]
+    tokenizer: Any
+    limit: int
+
+    def __call__(self, prompt: str) -> Text:
+        """Encodes a prompt."""
+        return self.encode(prompt)
+
+
 def cache_folder() -> Path | None:
     """Where encoded prompts are kept: ``$JAGG_CACHE``, or ``jagg`` in the user's cache folder.
 
@@ -130,6 +171,8 @@ class TextStore:
         made: dict[str, Text] = {}
         with torch.no_grad():
             encode = self._encoder()
+            if isinstance(encode, PromptEncoder):
+                warn_of_cut([*missing, *others], encode.tokenizer, encode.limit, "the text encoder")
             for prompt in tqdm([*missing, *others], desc="encode prompts", disable=len(missing) + len(others) < 2):
                 text = encode(prompt)
                 text = Text(text.tokens.cpu(), None if text.pooled is None else text.pooled.cpu())

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from jagg_core.backbones.pretrained.text import warn_of_cut
 from jagg_core.hub import read_object
 from jagg_core.rewards.preference.conversion import require_names
 from jagg_core.rewards.preference.files import CONFIG, TOKENIZER, VOCABULARY, Source
@@ -18,12 +19,13 @@ from jagg_core.rewards.preference.preprocessing import Preprocessing
 class ClipNetwork:
     """transformers' CLIPModel with its tokenizer and preprocessing, in eval mode and without gradients.
 
-    Prompts of more tokens than the network takes are cut, as the published code does. All are padded to the full
-    length, with no mask: attention is causal and the features come from the end token, which the padding follows, so
-    what it consists of does not matter.
+    Prompts of more tokens than the network takes are cut, as the published code does; one warning says how many. All
+    are padded to the full length, with no mask: attention is causal and the features come from the end token, which the
+    padding follows, so what it consists of does not matter.
 
     Attributes:
         logit_scale: what the published logits multiply cosines by; kept in full precision whatever the weights are.
+        max_tokens: of a prompt.
     """
 
     def __init__(self, model: Any, tokenizer: Any, preprocess: Preprocessing, batch_size: int) -> None:
@@ -32,6 +34,8 @@ class ClipNetwork:
         self.preprocess = preprocess
         self.batch_size = batch_size
         self.logit_scale = float(model.logit_scale.double().exp())
+        self.max_tokens: int = model.config.text_config.max_position_embeddings
+        self._warned_of_cut = False
 
     def to(self, device: torch.device | str, dtype: torch.dtype | None = None) -> ClipNetwork:
         """Move the weights."""
@@ -46,6 +50,8 @@ class ClipNetwork:
         if self.model.device != images.device:
             self.to(images.device)
         distinct = list(dict.fromkeys(prompts))
+        if not self._warned_of_cut:
+            self._warned_of_cut = warn_of_cut(distinct, self.tokenizer, self.max_tokens, "the reward's text encoder")
         with torch.autocast(images.device.type, enabled=False):
             image = torch.cat([self._image_features(batch) for batch in images.split(self.batch_size)])
             texts = [distinct[i : i + self.batch_size] for i in range(0, len(distinct), self.batch_size)]
@@ -57,8 +63,8 @@ class ClipNetwork:
         return _normalised(self.model.get_image_features(pixels))
 
     def _text_features(self, prompts: Sequence[str]) -> Tensor:
-        length = self.model.config.text_config.max_position_embeddings
-        ids = self.tokenizer(list(prompts), padding="max_length", truncation=True, max_length=length)["input_ids"]
+        settings = {"padding": "max_length", "truncation": True, "max_length": self.max_tokens}
+        ids = self.tokenizer(list(prompts), **settings)["input_ids"]
         return _normalised(self.model.get_text_features(torch.tensor(ids, device=self.model.device)))
 
 

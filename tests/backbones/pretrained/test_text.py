@@ -148,3 +148,18 @@ def test_texts_of_one_length_need_no_mask() -> None:
     batch = TextBatch.stack([Text(torch.ones(2, 3), torch.zeros(4)), Text(torch.ones(2, 3), torch.ones(4))])
     assert batch.mask is None and batch.lengths() == [2, 2]
     assert batch.pooled is not None and batch.pooled[:, 0].tolist() == [0, 1]
+
+
+class Words:
+    """A tokenizer of words."""
+
+    def __call__(self, prompts: list[str], **settings: object) -> dict[str, list[list[int]]]:
+        return {"input_ids": [list(range(len(prompt.split()))) for prompt in prompts]}
+
+
+def test_prompts_that_are_cut_are_counted_once(tmp_path: Path) -> None:
+    encoder = text_module.PromptEncoder(Encoder()(), Words(), limit=3)
+    store = TextStore(["model"], lambda: encoder, ["a b c", "a b c d", "one two three four five"], tmp_path)
+    with pytest.warns(text_module.PromptCut, match="2 of 3 prompts have more than the 3 tokens .* the longest has 5"):
+        store(["a b c"])
+    store(["a b c d"])  # encoded with the first

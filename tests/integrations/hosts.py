@@ -52,6 +52,11 @@ HOSTS = {
     "flow_grpo-sd3": Host("flow_grpo", flow_names, flow_epoch, flow_own, 7, "SD3"),
     "flow_grpo-sd3-kl": Host("flow_grpo", partial(flow_names, beta=0.04), flow_epoch, flow_own, 7, "SD3"),
     "flow_grpo-flux": Host("flow_grpo", partial(flow_names, flux=True), flow_epoch, flow_own, 7, "Flux"),
+    "flow_grpo-sd3-unguided": Host("flow_grpo", partial(flow_names, cfg=False), flow_epoch, flow_own, 7, "SD3"),
+    "flow_grpo-sd3-fast": Host("flow_grpo", partial(flow_names, window=4), flow_epoch, flow_own, 4, "SD3"),
+    "flow_grpo-flux-fast": Host(
+        "flow_grpo", partial(flow_names, flux=True, window=4, sde_type="cps"), flow_epoch, flow_own, 4, "Flux"
+    ),
     "flow-factory": Host("flow-factory", factory_names, factory_epoch, factory_own, 4),
 }
 

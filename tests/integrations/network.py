@@ -110,9 +110,11 @@ def text_of(seed: int, batch: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return draw(seed, batch, 2, 3, dtype=dtype), draw(seed + 1, batch, 2, dtype=dtype)
 
 
-def common(dtype: torch.dtype, accumulate: int | None = None, time_unit: float = 1.0) -> Names:
+def common(
+    dtype: torch.dtype, accumulate: int | None = None, time_unit: float = 1.0, network: Transformer | None = None
+) -> Names:
     """Model and optimizer, prepared by Accelerate if it counts ``accumulate`` contexts per optimizer step."""
-    transformer = Transformer(dtype, time_unit)
+    transformer = Transformer(dtype, time_unit) if network is None else network
     trained = [p for p in transformer.parameters() if p.requires_grad]
     optimizer = torch.optim.SGD(trained, lr=0.3, momentum=0.5)
     names: Names = {"torch": torch, "transformer": transformer, "optimizer": optimizer, "autocast": nullcontext}

@@ -32,8 +32,9 @@ def blocks(page: str) -> dict[str, str]:
 def from_page(host: Host, names: Names, plan_for: Callable[[Tensor], Plan] | None) -> Inner:
     """The page's blocks, run in the host's names; with another plan than the page's if one is given."""
     found = {title: compile(code, f"{host.page}.md: {title}", "exec") for title, code in blocks(host.page).items()}
-    names |= {"txt_ids": None, "img_ids": None}
-    exec(found[f"once: {host.variant}" if host.variant else "once"], names)
+    for title in ("once", f"once: {host.variant}"):
+        if title in found:
+            exec(found[title], names)
     if plan_for is not None:
         names["plan_for"] = plan_for
     names["after_rollout"] = lambda names: exec(found["after the rollout"], names)

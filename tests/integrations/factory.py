@@ -1,10 +1,10 @@
 """Flow-Factory: a trainer that is subclassed; Accelerate, the optimizer stepped where gradients synchronise.
 
 Order of calls and formulas are those of commit a0b2bc5 (`GRPOTrainer.sample` and `.optimize`, `SD3_5Adapter.inference`
-and `.forward`, `FlowMatchEulerDiscreteSDEScheduler.step`, `BaseSample.stack`, `reduce_loss_info`), in other words: what a
-rollout keeps lies close together, and index maps give its places; a batch is stacked where it is needed; the network is
-told a timestep of 0..1000 in the dtype of the latents; limits are pairs of offsets; a ``v-based`` KL is a mean squared
-difference of velocities, an ``x-based`` one of means, neither divided; figures are means, or four statistics.
+and `.forward`, `FlowMatchEulerDiscreteSDEScheduler.step`, `BaseSample.stack`, `reduce_loss_info`), in other words: what
+a rollout keeps lies close together, and index maps give its places; a batch is stacked where it is needed; the network
+is told a timestep of 0..1000 in the dtype of the latents; limits are pairs of offsets; a ``v-based`` KL is a mean
+squared difference of velocities, an ``x-based`` one of means, neither divided; figures are means, or four statistics.
 """
 
 from __future__ import annotations
@@ -194,7 +194,9 @@ class GRPOTrainer:
                     info["policy_loss"].append(loss.detach())
                     if self.enable_kl_loss:
                         with torch.no_grad(), adapter.use_ref_parameters():
-                            reference = adapter.forward(**inputs | {"compute_log_prob": False}, return_kwargs=[compared])
+                            reference = adapter.forward(
+                                **inputs | {"compute_log_prob": False}, return_kwargs=[compared]
+                            )
                         kl = ((getattr(output, compared) - getattr(reference, compared)) ** 2).mean()
                         loss = loss + given.kl_beta * kl
                         info["kl_div"].append(kl.detach())

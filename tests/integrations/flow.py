@@ -1,10 +1,11 @@
 """flow_grpo: Accelerate, a context of ``accumulate()`` for every trained step of every micro-batch.
 
-Order of calls and formulas are those of commit 9745241 (`main` and `compute_log_prob` of train_sd3.py, train_flux.py and
-train_sd3_fast.py, `sde_step_with_logprob` of sd3_sde_with_logprob.py), in other words: a step's place in the schedule is
-looked up from its timestep, sample by sample; ``std`` has no ``sqrt(-dt)``, and the KL divides by it; the KL is a mean
-over samples of means over elements; SD3 is told sigma * 1000, Flux sigma, with ids of zeros for its text and those of
-the first sample for its image; a fast script draws its window in the pipeline, which returns its timesteps.
+Order of calls and formulas are those of commit 9745241 (`main` and `compute_log_prob` of train_sd3.py, train_flux.py
+and train_sd3_fast.py, `sde_step_with_logprob` of sd3_sde_with_logprob.py), in other words: a step's place in the
+schedule is looked up from its timestep, sample by sample; ``std`` has no ``sqrt(-dt)``, and the KL divides by it; the
+KL is a mean over samples of means over elements; SD3 is told sigma * 1000, Flux sigma, with ids of zeros for its text
+and those of the first sample for its image; a fast script draws its window in the pipeline, which returns its
+timesteps.
 """
 
 from __future__ import annotations

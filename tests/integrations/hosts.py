@@ -16,7 +16,7 @@ from types import ModuleType
 import torch
 
 from tests.integrations.dance import dance_epoch, dance_names, dance_own, mix_names
-from tests.integrations.factory import factory_epoch, factory_names, factory_own
+from tests.integrations.factory import TRAINED, factory_modules, factory_train
 from tests.integrations.flow import flow_epoch, flow_names, flow_own
 from tests.integrations.nemo import nemo_train
 from tests.integrations.network import Inner, Names
@@ -57,7 +57,6 @@ HOSTS = {
     "flow_grpo-flux-fast": Host(
         "flow_grpo", partial(flow_names, flux=True, window=4, sde_type="cps"), flow_epoch, flow_own, 4, "Flux"
     ),
-    "flow-factory": Host("flow-factory", factory_names, factory_epoch, factory_own, 4),
 }
 
 
@@ -85,5 +84,6 @@ class ClassHost:
 CLASS_HOSTS = {
     "unirl": ClassHost(unirl_modules, unirl_train, "PlanFlowGRPO", len(STEPS), 3),
     "verl-omni": ClassHost(verl_modules, verl_train, "PlanEngine", WINDOW, 2),
+    "flow-factory": ClassHost(factory_modules, factory_train, "PlanGRPOTrainer", len(TRAINED), 2),
     "nemo-rl": ClassHost(dict, nemo_train, "plan_chunk", 2, 2, keeps_means=False),
 }

@@ -34,22 +34,19 @@ def group_advantages(
     scale: Over = "prompt",
     std: Literal["sample", "population"] = "sample",
     eps: float = 1e-8,
-    nan: Literal["raise", "exclude"] = "raise",
 ) -> Tensor:
     """Advantages ``(reward - mean) / (std + eps)`` of ``rewards`` [B], fp64 statistics, returned in fp32 ``[B]``.
 
     DanceGRPO takes mean and sample std inside a prompt's samples; flow_grpo the population std; its ``global_std`` is
     ``scale="batch"``. Statistics are taken once per sample, before anything is repeated over steps. A group (or batch)
-    of equal rewards has zero advantages, also if rounding makes its std positive. ``nan="exclude"`` leaves rewards that
-    are not finite out of the statistics and gives them advantage 0.
+    of equal rewards has zero advantages, also if rounding makes its std positive.
 
     Raises:
-        ValueError: shapes that do not match, a reward that is not finite (under ``nan="raise"``), unknown options.
+        ValueError: shapes that do not match, a reward that is not finite, unknown options.
     """
     for name, value in (("centre", centre), ("scale", scale)):
         require_one_of(name, value, Over)
     require_one_of("std", std, ("sample", "population"))
-    require_one_of("nan", nan, ("raise", "exclude"))
     if not (eps >= 0 and math.isfinite(eps)):
         raise ValueError(f"eps must be at least 0, found {eps}")
     if rewards.ndim != 1 or rewards.shape != prompt_ids.shape or len(rewards) == 0:
@@ -58,48 +55,43 @@ def group_advantages(
             f"found {list(rewards.shape)} and {list(prompt_ids.shape)}"
         )
     values = rewards.detach().double()
-    valid = torch.isfinite(values)
-    if nan == "raise" and not valid.all():
-        index = int((~valid).nonzero()[0])
+    if not torch.isfinite(values).all():
+        index = int((~torch.isfinite(values)).nonzero()[0])
         raise ValueError(f"rewards must be finite, found {values[index].item()} at sample {index}")
-    values = torch.where(valid, values, 0.0)
     groups = prompt_ids.unique(return_inverse=True)[1].to(values.device)
     whole = torch.zeros_like(groups)
-    alone = groups[valid].bincount(minlength=1) == 1
+    alone = groups.bincount() == 1
     if "prompt" in (centre, scale) and alone.any():
         warnings.warn(
             "no group signal: a prompt has a single sample, so its advantage is 0; draw several samples per prompt",
             NoGroupSignal,
             stacklevel=2,
         )
-    elif "batch" in (centre, scale) and int(valid.sum()) == 1:
+    elif "batch" in (centre, scale) and len(values) == 1:
         warnings.warn(
             "no group signal: the batch has a single sample, so its advantage is 0; draw several samples",
             NoGroupSignal,
             stacklevel=2,
         )
     by = {"prompt": groups, "batch": whole, "none": whole}
-    mean = _group_mean(values, by[centre], valid) if centre != "none" else torch.zeros_like(values)
-    centred = torch.where(valid, values - mean, 0.0)
+    mean = _group_mean(values, by[centre]) if centre != "none" else torch.zeros_like(values)
+    centred = values - mean
     if centre != "none":
         centred = torch.where(centred.abs() > ROUNDING * _group_max(values.abs(), by[centre]), centred, 0.0)
     if scale == "none":
         return centred.float()
     members = by[scale]
-    deviation = values - _group_mean(values, members, valid)
-    count = torch.zeros(int(members.max()) + 1, dtype=values.dtype, device=values.device)
-    count.index_add_(0, members, valid.to(values.dtype))
-    squares = torch.zeros_like(count).index_add_(0, members, torch.where(valid, deviation.square(), 0.0))
+    deviation = values - _group_mean(values, members)
+    count = members.bincount().to(values.dtype)
+    squares = torch.zeros_like(count).index_add_(0, members, deviation.square())
     spread = (squares / (count - int(std == "sample")).clamp_min(1)).sqrt()[members]
     signal = spread > DEGENERATE_STD * _group_max(values.abs(), members)
     return torch.where(signal, centred / (spread + eps), 0.0).float()
 
 
-def _group_mean(values: Tensor, members: Tensor, valid: Tensor) -> Tensor:
-    count = torch.zeros(int(members.max()) + 1, dtype=values.dtype, device=values.device)
-    total = torch.zeros_like(count).index_add_(0, members, values * valid)
-    count.index_add_(0, members, valid.to(values.dtype))
-    return (total / count.clamp_min(1))[members]
+def _group_mean(values: Tensor, members: Tensor) -> Tensor:
+    count = members.bincount().to(values.dtype)
+    return (torch.zeros_like(count).index_add_(0, members, values) / count)[members]
 
 
 def _group_max(magnitudes: Tensor, members: Tensor) -> Tensor:

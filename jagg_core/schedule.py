@@ -32,18 +32,17 @@ def time_shift(sigmas: Tensor, shift: float) -> Tensor:
     return shift * sigmas / (1 + (shift - 1) * sigmas)
 
 
-def dance_schedule(steps: int, shift: float = 3.0, precision: torch.dtype = torch.float64) -> Tensor:
+def dance_schedule(steps: int, shift: float = 3.0) -> Tensor:
     """DanceGRPO and MixGRPO: an even grid from 1 to 0, shifted. ``[steps + 1]``, first entry 1, last 0.
 
-    DanceGRPO computes the grid in fp32 (``precision``), which decides what a truncated timestep is: 874 or 875.
+    DanceGRPO computes the grid in fp32, ``time_shift(torch.linspace(1, 0, steps + 1), shift)``, which decides what a
+    truncated timestep is: 874 or 875.
 
     Raises:
         ValueError: fewer than 1 step, or ``shift`` not positive.
     """
     _check_steps(steps)
-    if precision == torch.float64:
-        return time_shift(1 - torch.arange(steps + 1, dtype=precision) / steps, shift)
-    return time_shift(torch.linspace(1, 0, steps + 1, dtype=precision), shift).double()
+    return time_shift(1 - torch.arange(steps + 1, dtype=torch.float64) / steps, shift)
 
 
 def sd3_schedule(steps: int, shift: float = 3.0) -> Tensor:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
@@ -179,21 +177,6 @@ class Trajectory:
             order=None if self.order is None else self.order[cut],
             graphs={},
         )
-
-    @property
-    def fingerprint(self) -> str:
-        """Hash of everything a replay must agree on; see `require`."""
-        settings = {
-            "sigmas": self.sigmas.tolist(),
-            "next_sigmas": self.next_sigmas.tolist(),
-            "timestep_mode": self.timestep_mode,
-            "transition": repr(self.transition),
-            "log_prob": self.transition.convention,
-            "dtype": str(self.latents.dtype),
-            "shape": list(self.latents.shape),
-            "signature": dict(sorted(self.signature.items())),
-        }
-        return hashlib.blake2b(json.dumps(settings).encode(), digest_size=16).hexdigest()
 
     def require(
         self,

@@ -25,15 +25,13 @@ class Report:
         ratio_mean: mean of the ratio. approx_kl: mean of half the squared log ratio.
         log_ratio_mean, log_ratio_max: of log ratios to the rollout: mean, and largest magnitude.
         log_ratio_p99: 99th percentile of their magnitude.
-        clipped_share: pairs without surrogate gradient. outside_clip_share: pairs whose ratio left the clip range.
-        outside_clip_above, outside_clip_below: those of them above and below it.
-        first_step_outside_clip: the same for the first trained step alone; on policy it should be 0.
-        partly_clipped: (sample, group) pairs with some steps clipped and some not.
+        clipped_share: pairs without surrogate gradient.
+        outside_clip_above, outside_clip_below: pairs whose ratio left the clip range above, and below.
+        partly_clipped: (sample, part) pairs that were made exact, with some steps clipped and some not.
         passes: differentiated passes over steps, each one forward and one backward of the batch.
         forwards: forwards of the batch, with and without graph. reference_forwards: of the reference policy.
         backward_calls: calls of ``torch.autograd.backward``, or of ``backward_fn``.
         upstream, backward: the modes that ran. anticipating: see `Plan.anticipating`.
-        log_ratio_by_step: largest magnitude of the log ratio at each step where it was evaluated.
         log_ratios: ``[B, T]``, for a trainer's own figures: 0 where the closed form takes the ratio as 1, NaN at steps
             of weight zero.
         seconds: per phase (forward, upstream, backward), if a clock was given.
@@ -49,10 +47,8 @@ class Report:
     log_ratio_max: float
     log_ratio_p99: float
     clipped_share: float
-    outside_clip_share: float
     outside_clip_above: float
     outside_clip_below: float
-    first_step_outside_clip: float
     partly_clipped: int
     passes: int
     forwards: int
@@ -61,7 +57,6 @@ class Report:
     upstream: str
     backward: str
     anticipating: bool
-    log_ratio_by_step: dict[int, float] = field(default_factory=dict)
     log_ratios: Tensor = field(default_factory=lambda: torch.empty(0, 0), repr=False, compare=False)
     seconds: dict[str, float] = field(default_factory=dict)
 
@@ -73,7 +68,6 @@ def figures_of(
     log_ratio = torch.stack(list(log_ratios.values()))
     magnitude, offset, (low, high) = log_ratio.abs().flatten(), log_ratio.exp() - 1, objective.ratio_bounds
     above, below = (offset > high).double(), (offset < low).double()
-    outside = above + below
     loss, kl = torch.stack([u.loss for u in known.values()]), torch.stack([u.kl for u in known.values()])
     figures = {
         "loss": scale * loss.sum(),
@@ -86,18 +80,11 @@ def figures_of(
         "log_ratio_max": magnitude.max(),
         "log_ratio_p99": torch.quantile(magnitude, 0.99),
         "clipped_share": torch.stack([u.clipped for u in known.values()]).double().mean(),
-        "outside_clip_share": outside.mean(),
         "outside_clip_above": above.mean(),
         "outside_clip_below": below.mean(),
-        "first_step_outside_clip": outside[list(log_ratios).index(min(log_ratios))].mean(),
     }
     # one transfer from the device for all of them
     return dict(zip(figures, torch.stack([x.double() for x in figures.values()]).tolist(), strict=True))
-
-
-def largest_by_step(log_ratios: dict[int, Tensor]) -> dict[int, float]:
-    """Largest magnitude of log ratios ``[B]``, by step."""
-    return dict(zip(log_ratios, torch.stack(list(log_ratios.values())).abs().amax(1).tolist(), strict=True))
 
 
 def ratios_of(known: dict[int, Upstream], log_ratios: dict[int, Tensor], steps: int) -> Tensor:

@@ -15,7 +15,7 @@ from jagg_core.checks import require_one_of
 from jagg_core.engine.aggregation import Aggregation
 from jagg_core.engine.modes import BackwardMode, Modes, PartlyClipped, UpstreamMode, choose_modes
 from jagg_core.engine.passes import Passes
-from jagg_core.engine.report import RatioNoise, Report, figures_of, largest_by_step, ratios_of
+from jagg_core.engine.report import RatioNoise, Report, figures_of, ratios_of
 from jagg_core.engine.upstream import WAYS, Given, Source, UpstreamGradients
 from jagg_core.objective import ClippedSurrogate
 from jagg_core.plans import Plan
@@ -34,7 +34,7 @@ def accumulate_gradients(
     *,
     reference: VelocityPolicy | None = None,
     scale: float = 1.0,
-    partly_clipped: PartlyClipped = "exact",
+    partly_clipped: PartlyClipped = "keep",
     max_rows: int | None = None,
     clock: Callable[[], float] | None = None,
     backward_fn: Callable[[Tensor], None] | None = None,
@@ -65,7 +65,8 @@ def accumulate_gradients(
         reference: policy of the KL term; needed if ``objective.needs_reference``.
         scale: factor of the loss. Half-precision networks need it large enough for gradients to be representable.
         partly_clipped: what happens to a sample with some steps of a group clipped, some not, under ``"autograd"``:
-            ``"exact"`` gives it a pass per step, ``"keep"`` leaves the plan as it is.
+            ``"keep"`` makes the plan's passes and no more: clipped steps have no upstream gradient and add nothing.
+            ``"exact"`` gives it a pass per step, soon as many as there are steps (``docs/method.md``).
         max_rows: most rows (knots times samples) of one batched pass; no limit by default.
         clock: timer in seconds that waits for the device; with it the report has seconds per phase.
         backward_fn: takes the place of ``torch.autograd.backward`` where a trainer has its own for scalars (Accelerate,
@@ -225,7 +226,6 @@ class _Update:
             upstream=self.modes.upstream,
             backward=self.modes.backward,
             anticipating=self.plan.anticipating,
-            log_ratio_by_step=largest_by_step(log_ratios),
             log_ratios=ratios_of(known, log_ratios, self.plan.steps),
             seconds=dict(passes.seconds),
         )

@@ -188,8 +188,8 @@ class PlanSettings:
             at all (frozen); the last two are biased.
         backward: one call for all graphs of a group (joint), knots in one pass (batched), or one after the other; auto
             batches knots while a pass is small.
-        partly_clipped: under autograd, samples of which some steps of a group are clipped and some not are made exact
-            there, or approximated all the same (keep).
+        partly_clipped: under autograd, samples of which some steps of a group are clipped and some not are approximated
+            all the same (keep), or made exact there, at a pass per step (exact).
         keep_graphs: the rollout keeps its graphs at the knots until the rewards are known, so that the update makes no
             forward. Memory for all micro-batches is estimated before the first one, and refused if it does not fit.
         recalibrate_every: updates after which the knots of causal are searched anew, for the policy as it is then;
@@ -208,7 +208,7 @@ class PlanSettings:
     upstream: UpstreamMode | Literal["pathwise"] = "auto"
     sweep: Sweep = "full"
     backward: BackwardMode = "auto"
-    partly_clipped: PartlyClipped = "exact"
+    partly_clipped: PartlyClipped = "keep"
     keep_graphs: bool = False
     recalibrate_every: int = 0
     recalibrate: str = "analysis.measure.recalibrate:causal_knots"

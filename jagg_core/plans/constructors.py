@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Literal
 
 import torch
@@ -45,8 +44,13 @@ def _matrix(sigmas: Tensor) -> Tensor:
     return sigmas.new_zeros(*sigmas.shape, sigmas.shape[-1])
 
 
-def _from_matrix(matrix: Tensor, knots: Sequence[int], sigmas: Tensor, name: str) -> Plan:
-    return Plan(tuple(knots), matrix[..., list(knots), :], sigmas, name)
+def _from_matrix(
+    matrix: Tensor, knots: Sequence[int], sigmas: Tensor, name: str, knot_sigmas: Tensor | None = None
+) -> Plan:
+    """Builds a plan from the rows of its knots; ``sigmas`` have been checked, and are not checked again."""
+    plan = Plan(tuple(knots), matrix[..., list(knots), :], None, name, knot_sigmas)
+    object.__setattr__(plan, "sigmas", sigmas)
+    return plan
 
 
 def exact_plan(sigmas: Tensor) -> Plan:
@@ -57,7 +61,7 @@ def exact_plan(sigmas: Tensor) -> Plan:
     """
     sigmas = check_sigmas(sigmas)
     steps = sigmas.shape[-1]
-    return Plan(tuple(range(steps)), torch.eye(steps, dtype=torch.float64), sigmas, "exact")
+    return _from_matrix(torch.eye(steps, dtype=torch.float64), range(steps), sigmas, "exact")
 
 
 def _grouped_plan(sigmas: Tensor, window: int, jagg_frac: float, name: str, position: Tensor | None) -> Plan:
@@ -184,8 +188,8 @@ def causal_plan(sigmas: Tensor, knots: Sequence[int], predict: bool = False) -> 
     matrix = torch.zeros(steps, steps, dtype=torch.float64)
     for step in range(steps):
         matrix[max([k for k in knots if k <= step], default=knots[0]), step] = 1
-    plan = _from_matrix(matrix, knots, sigmas, "causal")
     if not predict:
-        return plan
-    sites = (plan.weights @ sigmas[..., None]).squeeze(-1) / plan.weights.sum(-1)
-    return replace(plan, knot_sigmas=sites, name="causal-predicted")
+        return _from_matrix(matrix, knots, sigmas, "causal")
+    served = matrix[knots]
+    means = (served @ sigmas[..., None]).squeeze(-1) / served.sum(-1)
+    return _from_matrix(matrix, knots, sigmas, "causal-predicted", means)

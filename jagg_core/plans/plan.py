@@ -125,7 +125,7 @@ class Plan:
         Raises:
             ValueError: sigmas that are no schedule, bad knots, weights of another shape or not finite.
         """
-        return cls(tuple(whole_knots(knots)), weights, check_sigmas(sigmas), name)
+        return cls(tuple(knots), weights, sigmas, name)
 
     @classmethod
     def from_calibration(

@@ -16,7 +16,7 @@ from types import SimpleNamespace
 import torch
 from torch import Tensor, nn
 
-from jagg_core.schedule import dance_schedule
+from jagg_core.schedule import time_shift
 from jagg_core.transitions import DanceSDE, FlowSDE, Transition
 from tests.integrations.network import SHAPE, Inner, Names, common, draw, surrogate, text_of
 from tests.jagg_core.literal import kernel_log_prob, kernel_step
@@ -41,7 +41,7 @@ def dance_names(dtype: torch.dtype, steps_per_rollout: int) -> Names:
     args.gradient_accumulation_steps = BATCH // steps_per_rollout
     names = common(dtype) | {"args": args, "max_grad_norm": 1.0, "kernel": "dance"}
     names |= {"dist": Collectives, "device": torch.device("cpu"), "rollout_velocities": []}
-    names["sigma_schedule"] = dance_schedule(args.sampling_steps, 3.0, precision=torch.float32).float()
+    names["sigma_schedule"] = time_shift(torch.linspace(1, 0, args.sampling_steps + 1), 3.0)
     names["logged"] = dict.fromkeys(("total_loss", "policy_total_loss", "kl_total_loss", "total_clip_frac"), 0.0)
     names["grpo_one_step"] = grpo_one_step
     return names

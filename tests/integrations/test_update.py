@@ -232,7 +232,8 @@ def test_passes_for_partly_clipped_samples_stay_in_the_window() -> None:
     trajectory = with_log_ratios(make_rollout(policy), log_ratios)
     nudge(policy, 1e-9)
     plan = causal_plan(SIGMAS, [0, 3])
-    expected, _ = gradient(policy, trajectory, ADVANTAGES, plan, OBJECTIVE, "autograd", "sequential", scale=1 / 6)
+    exact = {"scale": 1 / 6, "partly_clipped": "exact"}
+    expected, _ = gradient(policy, trajectory, ADVANTAGES, plan, OBJECTIVE, "autograd", "sequential", **exact)
     policy.zero_grad()
     accelerator = make_accelerator(6)
     settings = {"scale": 1.0, "accelerator": accelerator}

@@ -59,7 +59,7 @@ def work(rank: int, folder: str) -> None:
         "changed-auto": (changed_policy, changed, "auto", "joint"),
     }
     alone = {
-        name: gradient(p, t, ADVANTAGES, plan, OBJECTIVE, upstream, backward)[0]
+        name: gradient(p, t, ADVANTAGES, plan, OBJECTIVE, upstream, backward, partly_clipped="exact")[0]
         for name, (p, t, upstream, backward) in cases.items()
     }
     dist.init_process_group(
@@ -72,7 +72,7 @@ def work(rank: int, folder: str) -> None:
     try:
         for name, (p, t, upstream, backward) in cases.items():
             p.calls.clear()
-            found, report = gradient(p, t, ADVANTAGES, plan, OBJECTIVE, upstream, backward)
+            found, report = gradient(p, t, ADVANTAGES, plan, OBJECTIVE, upstream, backward, partly_clipped="exact")
             results[name] = summary(report, p, found, alone[name])
     finally:
         dist.destroy_process_group()

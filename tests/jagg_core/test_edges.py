@@ -16,14 +16,14 @@ from jagg_core.images import image_grid
 from jagg_core.objective import ClippedSurrogate
 from jagg_core.plans import Plan, causal_plan, exact_plan
 from jagg_core.records import RecordError
-from jagg_core.schedule import dance_schedule, network_sigma
+from jagg_core.schedule import dance_schedule, network_sigma, time_shift
 from jagg_core.seeding import derive_seed
 from jagg_core.trajectory import rollout, sample_ode
 from jagg_core.transitions import DanceSDE
 from tests.jagg_core.fields import ADVANTAGES, MlpField, make_rollout
 
 
-def test_report_names_the_largest_ratio_of_every_step() -> None:
+def test_report_has_the_ratio_of_every_sample_and_step() -> None:
     field = MlpField()
     trajectory = make_rollout(field)
     moved = trajectory.log_probs.clone()
@@ -31,9 +31,6 @@ def test_report_names_the_largest_ratio_of_every_step() -> None:
     trajectory = replace(trajectory, log_probs=moved, weights_version=None)
     plan = exact_plan(trajectory.sigmas)
     report = accumulate_gradients(field, trajectory, ADVANTAGES, plan, ClippedSurrogate(), upstream="autograd")
-    assert sorted(report.log_ratio_by_step) == list(range(trajectory.steps))
-    assert report.log_ratio_by_step[3] == pytest.approx(0.25)
-    assert max(v for k, v in report.log_ratio_by_step.items() if k != 3) < 1e-9
     expected = torch.zeros(trajectory.batch, trajectory.steps).double()
     expected[1, 3] = 0.25
     torch.testing.assert_close(report.log_ratios, expected)
@@ -135,14 +132,9 @@ def test_a_batch_of_one_sample_has_no_signal(settings: dict[str, str]) -> None:
     assert found.tolist() == [0]
 
 
-def test_a_prompt_with_one_valid_sample_has_no_signal() -> None:
-    rewards = torch.tensor([1.0, float("nan"), 3.0, 5.0])
-    with pytest.warns(NoGroupSignal):
-        group_advantages(rewards, torch.tensor([0, 0, 1, 1]), nan="exclude")
-
-
 def test_dance_grids_in_fp32_truncate_as_dancegrpo_does() -> None:
-    steps = network_sigma(dance_schedule(10, 3.0, torch.float32), "trunc_fp32") * 1000
+    sigmas = time_shift(torch.linspace(1, 0, 11, dtype=torch.float32), 3.0)
+    steps = network_sigma(sigmas, "trunc_fp32") * 1000
     assert [round(float(steps[i])) for i in (3, 9)] == [874, 250]
 
 

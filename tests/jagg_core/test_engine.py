@@ -560,7 +560,7 @@ def test_dropout_is_noticed() -> None:
     for upstream in UPSTREAM:
         report = gradient(policy, trajectory, ADVANTAGES, plan, OBJECTIVE, upstream, "joint")[1]
         assert report.log_ratio_max == 0
-        assert report.outside_clip_share == 0
+        assert report.outside_clip_above == report.outside_clip_below == 0
     policy.train()
     with torch.random.fork_rng(), pytest.warns(RatioNoise, match=r"above clip_range 0.001.*dropout"):
         torch.manual_seed(0)
@@ -618,7 +618,9 @@ def test_partly_clipped_samples_are_routed_to_exact(backward: str, per_row: bool
     policy = MlpField()
     trajectory = with_log_ratios(make_rollout(policy), mixed_log_ratios())
     plan = jagg_plan(trajectory.sigmas.expand(4, -1) if per_row else trajectory.sigmas, 3, 1.0)
-    found, report = gradient(policy, trajectory, ADVANTAGES, plan, OBJECTIVE, "autograd", backward)
+    found, report = gradient(
+        policy, trajectory, ADVANTAGES, plan, OBJECTIVE, "autograd", backward, partly_clipped="exact"
+    )
     weights = full_weights(plan).expand(4, 6, 6).clone()
     eye = torch.eye(6, dtype=torch.float64)
     weights[0, :3] = eye[:3]
@@ -630,12 +632,9 @@ def test_partly_clipped_samples_are_routed_to_exact(backward: str, per_row: bool
     if backward == "joint":
         assert report.forwards == 6 + 2
     assert report.clipped_share == pytest.approx(5 / 24)
-    assert report.outside_clip_share == pytest.approx(6 / 24)
-    assert report.first_step_outside_clip == 1 / 4
+    assert report.outside_clip_above + report.outside_clip_below == pytest.approx(6 / 24)
 
-    kept, report = gradient(
-        policy, trajectory, ADVANTAGES, plan, OBJECTIVE, "autograd", backward, partly_clipped="keep"
-    )
+    kept, report = gradient(policy, trajectory, ADVANTAGES, plan, OBJECTIVE, "autograd", backward)
     assert relative_error(kept, slow(policy, trajectory, full_weights(plan))) < 1e-11
     assert relative_error(kept, expected) > 1e-3
     assert report.partly_clipped == 0
@@ -648,7 +647,7 @@ def test_only_routed_samples_take_the_extra_pass() -> None:
     policy = MlpField()
     trajectory = with_log_ratios(make_rollout(policy), mixed_log_ratios())
     plan = jagg_plan(trajectory.sigmas, 3, 1.0)
-    gradient(policy, trajectory, ADVANTAGES, plan, OBJECTIVE, "autograd", "joint")
+    gradient(policy, trajectory, ADVANTAGES, plan, OBJECTIVE, "autograd", "joint", partly_clipped="exact")
     extra = [(call.rows, call.sigmas[0]) for call in policy.calls if len(call.rows) < 4]
     assert extra == [([0], trajectory.sigma(1).item()), ([1], trajectory.sigma(4).item())]
 
@@ -668,7 +667,7 @@ def test_routing_works_for_any_plan(make: Callable[[Tensor], Plan], backward: st
     policy = MlpField()
     trajectory = with_log_ratios(make_rollout(policy), mixed_log_ratios())
     plan = make(trajectory.sigmas)
-    found = gradient(policy, trajectory, ADVANTAGES, plan, OBJECTIVE, "autograd", backward)[0]
+    found = gradient(policy, trajectory, ADVANTAGES, plan, OBJECTIVE, "autograd", backward, partly_clipped="exact")[0]
     weights = full_weights(plan).expand(4, 6, 6).clone()
     eye = torch.eye(6, dtype=torch.float64)
     for positions, steps in plan.components():
@@ -690,7 +689,7 @@ def test_all_clipped_has_no_gradient(partly_clipped: str) -> None:
     plan = jagg_plan(trajectory.sigmas, 3, 1.0)
     found, report = gradient(policy, trajectory, ADVANTAGES, plan, OBJECTIVE, "autograd", partly_clipped=partly_clipped)
     assert (found == 0).all()
-    assert report.clipped_share == report.outside_clip_share == report.first_step_outside_clip == 1
+    assert report.clipped_share == report.outside_clip_above + report.outside_clip_below == 1
     assert report.partly_clipped == 0
     assert report.passes == 4
     assert policy.inner.grad is not None
@@ -706,11 +705,9 @@ def test_a_tiny_clip_range_meets_the_noise_floor() -> None:
     for upstream in ("autograd", "closed_form"):
         with pytest.warns(RatioNoise, match="clip_range 1e-05"):
             report = gradient(policy, trajectory, ADVANTAGES, plan, ClippedSurrogate(clip_range=1e-5), upstream)[1]
-        assert report.first_step_outside_clip == 0.5
         assert report.log_ratio_max == pytest.approx(2e-5, rel=1e-6)
         assert report.log_ratio_mean == pytest.approx(0, abs=1e-12)
     report = gradient(policy, trajectory, ADVANTAGES, plan, ClippedSurrogate(clip_range=1e-4))[1]
-    assert report.first_step_outside_clip == 0
 
 
 def test_the_report_on_known_log_ratios() -> None:
@@ -732,7 +729,6 @@ def test_the_report_on_known_log_ratios() -> None:
     assert (report.outside_clip_above, report.outside_clip_below) == pytest.approx(
         (above.double().mean().item(), below.double().mean().item())
     )
-    assert report.outside_clip_share == pytest.approx((above | below).double().mean().item())
 
 
 # What a gradient reaches
@@ -810,7 +806,8 @@ def test_a_velocity_that_is_not_finite_never_reaches_the_gradient(
     with pytest.raises(FloatingPointError, match="finite at one of steps"):
         gradient(policy, trajectory, ADVANTAGES, jagg_plan(trajectory.sigmas, 3, 1.0), OBJECTIVE, upstream, backward)
     assert torch.isfinite(flat_gradient(policy)).all()
-    if (upstream, backward) != ("closed_form", "sequential"):
+    if backward != "sequential" or step == 0:
+        # one by one, the knot of a finite velocity may have its pass before the other one is met
         assert policy.inner.grad is None
 
 

@@ -13,6 +13,7 @@ from jagg_core.plans import (
     Plan,
     causal_plan,
     check_knots,
+    constructors,
     endpoint_plan,
     exact_plan,
     groups_of,
@@ -21,8 +22,9 @@ from jagg_core.plans import (
     spline_plan,
     subsample_plan,
 )
-from jagg_core.schedule import dance_schedule
-from tests.jagg_core.fields import full_weights
+from jagg_core.plans import plan as plan_module
+from jagg_core.schedule import check_sigmas, dance_schedule
+from tests.jagg_core.fields import PLANS, full_weights
 
 T = 20
 SIGMAS = dance_schedule(T + 1)[:T]
@@ -401,3 +403,18 @@ def test_what_is_no_plan_is_refused(make: Callable[[], Plan], message: str) -> N
 def test_a_plan_detaches_its_weights() -> None:
     weights = torch.ones(1, 2, requires_grad=True)
     assert not Plan((0,), weights).weights.requires_grad
+
+
+@pytest.mark.parametrize("name", [*PLANS, "causal-predicted"])
+def test_sigmas_are_checked_once_per_plan(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    entered = []
+
+    def counted(sigmas: Tensor, name: str = "sigmas") -> Tensor:
+        entered.append(name)
+        return check_sigmas(sigmas, name)
+
+    for module in (constructors, plan_module):
+        monkeypatch.setattr(module, "check_sigmas", counted)
+    make = (PLANS | {"causal-predicted": lambda sigmas: causal_plan(sigmas, [0, 2], predict=True)})[name]
+    plan = make(dance_schedule(7)[:-1])
+    assert entered == ["sigmas"] and plan.sigmas is not None

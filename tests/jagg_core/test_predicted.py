@@ -124,7 +124,7 @@ def test_samples_that_are_partly_clipped_get_their_exact_gradient() -> None:
         sites = None if plan.knot_sigmas is None else plan.knot_sigmas[inside]
         window = Plan(knots, plan.weights[inside, 3:7], trajectory.sigmas[3:7], plan.name, sites)
         part = trajectory.select(range(3, 7)), ADVANTAGES, window, ClippedSurrogate()
-        report = accumulate_gradients(field, *part, upstream="autograd")
+        report = accumulate_gradients(field, *part, upstream="autograd", partly_clipped="exact")
         gradients.append(torch.cat([p.grad.flatten() for p in field.parameters() if p.grad is not None]))
         if plan.knot_sigmas is not None:
             assert report.partly_clipped == 4

@@ -23,7 +23,7 @@ Over = Literal["prompt", "batch", "none"]
 
 
 class NoGroupSignal(UserWarning):
-    """A prompt, or the batch, has too few samples for statistics of its own."""
+    """A prompt, or the batch, has too few samples for its statistics."""
 
 
 def group_advantages(
@@ -100,7 +100,7 @@ def _group_max(magnitudes: Tensor, members: Tensor) -> Tensor:
 
 
 def groups_without_signal(advantages: Tensor, prompt_ids: Tensor) -> int:
-    """How many prompts have only zero advantages; both arguments are ``[B]``."""
+    """Counts the prompts that have only zero advantages; both arguments are ``[B]``."""
     groups = prompt_ids.unique(return_inverse=True)[1].to(advantages.device)
     largest = torch.zeros(int(groups.max()) + 1, dtype=advantages.dtype, device=advantages.device)
     return int((largest.scatter_reduce_(0, groups, advantages.abs(), "amax") == 0).sum())

@@ -85,7 +85,7 @@ class ClippedSurrogate:
         return ((advantages > 0) & (ratio > 1 + high)) | ((advantages < 0) & (ratio < 1 + low))
 
     def kl_factor(self, transition: Transition, sigma: Tensor, next_sigma: Tensor) -> Tensor:
-        """What multiplies the mean of ``(m - m_ref)^2`` at a step, fp64 of the shape of ``sigma``.
+        """Computes what multiplies the mean of ``(m - m_ref)^2`` at a step, fp64 of the shape of ``sigma``.
 
         Raises:
             ValueError: no public trainer has this form with this kernel, or the form has no reference.
@@ -102,7 +102,7 @@ class ClippedSurrogate:
         raise ValueError(f"kl_form {self.kl_form!r} has no reference policy")
 
     def require_fitting(self, trajectory: Trajectory, has_reference: bool) -> None:
-        """Refuse a KL that the trajectory's kernel, or a missing reference policy, does not allow.
+        """Refuses a KL that the trajectory's kernel, or a missing reference policy, does not allow.
 
         Raises:
             ValueError: see above.
@@ -154,7 +154,7 @@ def _mean_and_scale(trajectory: Trajectory, step: int, velocity: Tensor) -> tupl
 
 
 def step_log_prob(trajectory: Trajectory, step: int, velocity: Tensor) -> Tensor:
-    """Log-probability ``[B]`` of the stored next latents of ``step`` under ``velocity`` [B, *D]."""
+    """Computes the log-probability ``[B]`` of the stored next latents of ``step`` under ``velocity`` [B, *D]."""
     mean, scale = _mean_and_scale(trajectory, step, velocity)
     return trajectory.transition.log_prob(trajectory.next_latents[step], mean, scale)
 
@@ -172,7 +172,7 @@ def upstream_autograd(
     advantages: Tensor,
     reference_velocity: Tensor | None = None,
 ) -> Upstream:
-    """The upstream gradient by autograd from a detached copy of ``velocity`` [B, *D] through transition and loss.
+    """Computes the upstream gradient by autograd, from a detached ``velocity`` [B, *D] through transition and loss.
 
     ``advantages`` [B] are clipped here. ``reference_velocity`` is needed if ``objective.needs_reference``.
 
@@ -206,10 +206,10 @@ def upstream_closed_form(
     reference_velocity: Tensor | None = None,
     velocity: Tensor | None = None,
 ) -> Upstream:
-    """The upstream gradient from the formula ``s = -A r / D dlogp/dv`` (0 where clipped), plus the KL's.
+    """Computes the upstream gradient from the formula ``s = -A r / D dlogp/dv`` (0 where clipped), plus the KL's.
 
-    Without ``velocity`` the policy is taken to be the rollout's own: the ratio r is 1, the residual is the stored
-    noise, and no forward is needed. Whoever calls it so must know that it is.
+    Without ``velocity`` the policy is taken to be the rollout's: the ratio r is 1, the residual is the stored
+    noise, and no forward is needed. This is not checked here.
 
     Raises:
         ValueError: ``objective.needs_reference`` and ``reference_velocity`` is missing.

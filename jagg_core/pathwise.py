@@ -118,8 +118,8 @@ def adjoint_sweep(
         if first == 0:
             break
         if sweep != "frozen":
-            told = trajectory.told_sigma(first)
-            through, _ = pull(trajectory.latents[first], told, expand(share, passed) * passed, f"step {first}")
+            timestep = trajectory.network_sigma(first)
+            through, _ = pull(trajectory.latents[first], timestep, expand(share, passed) * passed, f"step {first}")
             adjoint = adjoint + through
     if pull.broken:
         raise FloatingPointError(f"the reward's gradient is not finite at {pull.broken}")
@@ -209,30 +209,30 @@ class _Pullback:
         if not self.broken and not torch.isfinite(gradient).all():
             self.broken = where
 
-    def velocity(self, latents: Tensor, told: Tensor) -> Tensor:
+    def velocity(self, latents: Tensor, timestep: Tensor) -> Tensor:
         """Computes the velocity ``[B, *D]`` without a graph."""
         self.forwards += 1
         with torch.no_grad():
-            return self._policy.velocity(latents, told, self._rows).to(latents.dtype)
+            return self._policy.velocity(latents, timestep, self._rows).to(latents.dtype)
 
-    def __call__(self, latents: Tensor, told: Tensor, vector: Tensor, where: str) -> tuple[Tensor, Tensor]:
+    def __call__(self, latents: Tensor, timestep: Tensor, vector: Tensor, where: str) -> tuple[Tensor, Tensor]:
         """Computes ``(dv/dz)^T vector`` and the velocity, each ``[B, *D]``, at ``latents`` [B, *D]."""
         self.forwards += 1
         self.pullbacks += 1
         with torch.enable_grad():
             state = latents.detach().clone().requires_grad_(True)
-            velocity = self._policy.velocity(state, told, self._rows)
+            velocity = self._policy.velocity(state, timestep, self._rows)
             if not velocity.requires_grad:
                 raise ValueError("policy: the velocity has no gradient in the latents: is it computed under no_grad?")
             try:
-                (found,) = torch.autograd.grad(velocity, state, vector.to(velocity.dtype), allow_unused=True)
+                (gradient,) = torch.autograd.grad(velocity, state, vector.to(velocity.dtype), allow_unused=True)
             except RuntimeError as error:
                 if "use_reentrant" not in str(error):
                     raise
                 raise ValueError(
                     "policy: reentrant activation checkpointing has no gradient in the latents; set use_reentrant=False"
                 ) from error
-        gradient = torch.zeros_like(latents) if found is None else found.to(latents.dtype)
+        gradient = torch.zeros_like(latents) if gradient is None else gradient.to(latents.dtype)
         self.note(gradient, where)
         return gradient, velocity.detach().to(latents.dtype)
 
@@ -244,13 +244,13 @@ def _reward_gradient(reward: Callable[[Tensor], Tensor], final: Tensor) -> tuple
         values = reward(state)
         if values.shape != (len(final),):
             raise ValueError(f"reward must return shape [{len(final)}], got {list(values.shape)}")
-        found = torch.autograd.grad(values.sum(), state, allow_unused=True)[0] if values.requires_grad else None
-    if found is None:
+        gradient = torch.autograd.grad(values.sum(), state, allow_unused=True)[0] if values.requires_grad else None
+    if gradient is None:
         raise ValueError(
             "reward: it has no gradient in the final samples; a reward or decoder under no_grad, or one that counts or "
             "rounds, cannot be used pathwise: name a differentiable one"
         )
-    return values.detach(), found.to(final.dtype)
+    return values.detach(), gradient.to(final.dtype)
 
 
 def _sites(sweep: Sweep, knots: Sequence[int], steps: int) -> list[tuple[int, int]]:
@@ -297,16 +297,16 @@ def _through_tail(pull: _Pullback, trajectory: Trajectory, tail: Tensor, adjoint
     """Carries the adjoint from the final samples back to the state after the last trained step."""
     states = [trajectory.next_latents[-1]]
 
-    def told(step: int) -> Tensor:
+    def timestep(step: int) -> Tensor:
         sigma = network_sigma(tail[step], trajectory.timestep_mode).expand(trajectory.batch)
         return sigma.to(device=states[0].device, dtype=states[0].dtype)
 
     lengths = tail.diff()
     for step in range(len(lengths) - 1):
-        states.append(states[-1] + expand(lengths[step], states[-1]) * pull.velocity(states[-1], told(step)))
+        states.append(states[-1] + expand(lengths[step], states[-1]) * pull.velocity(states[-1], timestep(step)))
     for step in reversed(range(len(lengths))):
         length = expand(lengths[step], adjoint)
-        through, velocity = pull(states[step], told(step), length * adjoint, f"deterministic step {step}")
+        through, velocity = pull(states[step], timestep(step), length * adjoint, f"deterministic step {step}")
         if step == len(lengths) - 1 and not pull.broken:
             _require_final(states[step] + length * velocity, trajectory.final)
         adjoint = adjoint + through

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 TimestepMode = Literal["float", "trunc_fp32", "trunc_fp64", "round"]
-"""How sigma becomes what the network is told: as it is, or as an integer of 1000 steps (DanceGRPO truncates)."""
+"""How sigma becomes the network's timestep: as it is, or as an integer of 1000 steps (DanceGRPO truncates)."""
 
 
 def _check_steps(steps: int, at_least: int = 1) -> None:
@@ -22,7 +22,7 @@ def _check_steps(steps: int, at_least: int = 1) -> None:
 
 
 def time_shift(sigmas: Tensor, shift: float) -> Tensor:
-    """Static shift ``shift sigma / (1 + (shift - 1) sigma)``; any shape. SD3 (Esser et al. 2024).
+    """Computes the static shift ``shift sigma / (1 + (shift - 1) sigma)``; any shape. SD3 (Esser et al. 2024).
 
     Raises:
         ValueError: ``shift`` not positive.
@@ -33,7 +33,7 @@ def time_shift(sigmas: Tensor, shift: float) -> Tensor:
 
 
 def dance_schedule(steps: int, shift: float = 3.0) -> Tensor:
-    """DanceGRPO and MixGRPO: an even grid from 1 to 0, shifted. ``[steps + 1]``, first entry 1, last 0.
+    """Builds DanceGRPO's and MixGRPO's: an even grid from 1 to 0, shifted. ``[steps + 1]``, first entry 1, last 0.
 
     DanceGRPO computes the grid in fp32, ``time_shift(torch.linspace(1, 0, steps + 1), shift)``, which decides what a
     truncated timestep is: 874 or 875.
@@ -46,7 +46,7 @@ def dance_schedule(steps: int, shift: float = 3.0) -> Tensor:
 
 
 def sd3_schedule(steps: int, shift: float = 3.0) -> Tensor:
-    """Diffusers' flow matching with a static shift, as SD3.5 (3) and Wan 2.1 (3; 5 at 720p) use it. ``[steps + 1]``.
+    """Builds diffusers' schedule with a static shift, for SD3.5 (3) and Wan 2.1 (3; 5 at 720p). ``[steps + 1]``.
 
     The grid runs between the shifted ends of the 1000 training steps and is shifted once more, as diffusers does.
 
@@ -62,7 +62,7 @@ def sd3_schedule(steps: int, shift: float = 3.0) -> Tensor:
 def dynamic_mu(
     image_tokens: int, base_tokens: int = 256, max_tokens: int = 4096, base_shift: float = 0.5, max_shift: float = 1.15
 ) -> float:
-    """Shift parameter mu, linear in the number of image tokens (Flux; Qwen-Image with its own ends).
+    """Computes the shift parameter mu, linear in the number of image tokens (Flux; Qwen-Image with other ends).
 
     Raises:
         ValueError: fewer than 1 image token.
@@ -80,7 +80,7 @@ def _dynamic_grid(steps: int, mu: float) -> Tensor:
 
 
 def flux_schedule(steps: int, image_tokens: int) -> Tensor:
-    """Flux: grid from 1 to 1/steps under the dynamic shift for ``image_tokens`` packed tokens. ``[steps + 1]``.
+    """Builds Flux's: from 1 to 1/steps under the dynamic shift for ``image_tokens`` packed tokens. ``[steps + 1]``.
 
     ``e^mu / (e^mu + 1 / sigma - 1)`` with the mu of `dynamic_mu`; last entry 0.
 
@@ -92,7 +92,7 @@ def flux_schedule(steps: int, image_tokens: int) -> Tensor:
 
 
 def qwen_image_schedule(steps: int, image_tokens: int, terminal: float = 0.02) -> Tensor:
-    """Qwen-Image: Flux's rule up to 8192 tokens and shift 0.9, stretched to end at ``terminal``. ``[steps + 1]``.
+    """Builds Qwen-Image's: Flux's up to 8192 tokens and shift 0.9, stretched to end at ``terminal``. ``[steps + 1]``.
 
     ``terminal`` is the last sigma before the 0 at the end.
 
@@ -108,7 +108,7 @@ def qwen_image_schedule(steps: int, image_tokens: int, terminal: float = 0.02) -
 
 
 def network_sigma(sigma: Tensor, mode: TimestepMode = "float") -> Tensor:
-    """What the network is told instead of ``sigma`` (any shape): the step ``n / 1000`` that ``mode`` gives. fp64.
+    """Computes the network's timestep for ``sigma`` (any shape): the step ``n / 1000`` that ``mode`` gives. fp64.
 
     Truncation depends on the precision: 1000 x 0.25 of a shifted grid is 250 in fp32 and 249 in fp64.
 
@@ -127,7 +127,7 @@ def network_sigma(sigma: Tensor, mode: TimestepMode = "float") -> Tensor:
 
 
 def check_sigmas(sigmas: Tensor, name: str = "sigmas") -> Tensor:
-    """The schedule as fp64 on the CPU, once it is known to be one: ``[T]`` or ``[B, T]``, decreasing, in [0, 1].
+    """Checks a schedule, ``[T]`` or ``[B, T]``, decreasing, in [0, 1]. Returns it as fp64 on the CPU.
 
     Raises:
         ValueError: names what is wrong and the first step where it is.

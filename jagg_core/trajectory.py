@@ -30,13 +30,13 @@ class Trajectory:
         log_probs: log-probability of ``next_latents`` under the rollout's policy, ``[T, B]``.
         sigmas, next_sigmas: ``[T]``, or ``[B, T]`` where samples are trained on different steps; fp64 on the CPU.
         transition: the kernel that made the steps.
-        timestep_mode: how sigma was told to the network.
+        timestep_mode: how sigma became the network's timestep.
         final: the finished samples after the untrained last step, ``[B, *D]``.
         rows: which of the policy's samples each row is, ``[B]``, on the CPU.
         weights_version: fingerprint of the policy's parameters; None if the policy does not show them.
-        signature: the policy's own settings, as it names them.
+        signature: the policy's settings, as it names them.
         order: place that each step had where a trainer stored it, ``[B, T]``, on the CPU. None: they are in order.
-        graphs: velocities ``[B, *D]`` with the graph of the rollout's own forward, by step; good for one backward.
+        graphs: velocities ``[B, *D]`` with the graph of the rollout's forward, by step; good for one backward.
             Parts of a trajectory have none.
     """
 
@@ -76,43 +76,43 @@ class Trajectory:
         return not bool(self.noise[0, 0].isnan().all())
 
     def sigma(self, step: int) -> Tensor:
-        """Sigma of ``step``: a scalar, or ``[B]`` where samples differ. fp64 on the CPU."""
+        """Returns sigma of ``step``: a scalar, or ``[B]`` where samples differ. fp64 on the CPU."""
         return self.sigmas[..., step]
 
     def next_sigma(self, step: int) -> Tensor:
-        """Sigma after ``step``, shaped as `sigma`."""
+        """Returns sigma after ``step``, shaped as `sigma`."""
         return self.next_sigmas[..., step]
 
-    def told_sigma(self, step: int) -> Tensor:
-        """What the network was told at ``step``, ``[B]``, on the latents' device and in their dtype."""
-        told = network_sigma(self.sigma(step), self.timestep_mode).expand(self.batch)
-        return told.to(device=self.latents.device, dtype=self.latents.dtype)
+    def network_sigma(self, step: int) -> Tensor:
+        """Returns the network's timestep at ``step``, ``[B]``, on the latents' device and in their dtype."""
+        timestep = network_sigma(self.sigma(step), self.timestep_mode).expand(self.batch)
+        return timestep.to(device=self.latents.device, dtype=self.latents.dtype)
 
     def mean(self, step: int) -> Tensor:
-        """Mean of the rollout's own transition at ``step``, ``[B, *D]``, without a forward."""
+        """Computes the mean of the rollout's transition at ``step``, ``[B, *D]``, without a forward."""
         scale = self.transition.coefficients(self.sigma(step), self.next_sigma(step)).scale
         return self.next_latents[step] - expand(scale, self.noise[step]) * self.noise[step]
 
     def velocity(self, step: int) -> Tensor:
-        """The rollout's own velocity at ``step``, ``[B, *D]``, recovered from the stored step without a forward."""
+        """Recovers the rollout's velocity at ``step``, ``[B, *D]``, from the stored step, without a forward."""
         a, b, _ = self.transition.coefficients(self.sigma(step), self.next_sigma(step))
         latents = self.latents[step]
         return (self.mean(step) - expand(a, latents) * latents) / expand(b, latents)
 
     def site(self, step: int, sigma: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Where a Jacobian is taken for ``step``: latents ``[B, *D]`` and what the network is told, ``[B]``.
+        """Returns where a Jacobian is taken for ``step``: latents ``[B, *D]`` and the network's timestep ``[B]``.
 
-        With ``sigma`` (a scalar or ``[B]``) the state is carried there along the rollout's own velocity.
+        With ``sigma`` (a scalar or ``[B]``) the state is carried there along the rollout's velocity.
         """
         latents = self.latents[step]
         if sigma is None:
-            return latents, self.told_sigma(step)
-        told = network_sigma(sigma, self.timestep_mode).expand(self.batch)
+            return latents, self.network_sigma(step)
+        timestep = network_sigma(sigma, self.timestep_mode).expand(self.batch)
         moved = latents + expand(sigma - self.sigma(step), latents) * self.velocity(step)
-        return moved, told.to(device=latents.device, dtype=latents.dtype)
+        return moved, timestep.to(device=latents.device, dtype=latents.dtype)
 
     def select(self, steps: Sequence[int] | Tensor) -> Trajectory:
-        """Only some steps: ``[S]`` for all samples alike, or ``[B, S]`` for each its own; increasing.
+        """Selects steps: ``[S]`` for all samples alike, or ``[B, S]``, a row per sample; increasing.
 
         The result has no ``order``: what goes with its steps is given in their order, from high noise to low.
 
@@ -145,7 +145,7 @@ class Trajectory:
         )
 
     def split(self, size: int) -> list[Trajectory]:
-        """The same trajectory in micro-batches of at most ``size`` samples.
+        """Splits the trajectory into micro-batches of at most ``size`` samples.
 
         Raises:
             ValueError: ``size`` below 1.
@@ -155,7 +155,7 @@ class Trajectory:
         return [self.cut(range(start, min(start + size, self.batch))) for start in range(0, self.batch, size)]
 
     def cut(self, samples: range) -> Trajectory:
-        """Only some consecutive samples.
+        """Selects consecutive samples.
 
         Raises:
             ValueError: none of them, or not ``start..stop - 1`` within the batch.
@@ -186,7 +186,7 @@ class Trajectory:
         timestep_mode: TimestepMode | None = None,
         signature: dict[str, str] | None = None,
     ) -> None:
-        """Check that a replay agrees with the rollout; what is None is not checked.
+        """Checks that a replay agrees with the rollout; what is None is not checked.
 
         Raises:
             ReplayMismatch: names the setting, both values, and for sigmas or timesteps the first step that differs.
@@ -225,7 +225,7 @@ def _same_steps(what: str, ours: Tensor, theirs: Tensor, tolerance: float) -> No
 
 
 def weights_version(policy: VelocityPolicy) -> int | None:
-    """Fingerprint of the policy's parameters on this rank, see `bits_version`. None without any."""
+    """Computes a fingerprint of the policy's parameters on this rank, see `bits_version`. None without any."""
     parameters = getattr(policy, "parameters", None)
     return None if parameters is None else bits_version(parameters())
 
@@ -250,22 +250,22 @@ def bits_version(tensors: Iterable[Tensor]) -> int | None:
 
 
 def policy_signature(policy: VelocityPolicy) -> dict[str, str]:
-    """The policy's own ``signature()``, or an empty one."""
+    """Returns the policy's ``signature()``, or an empty one."""
     signature = getattr(policy, "signature", None)
     return {} if signature is None else dict(signature())
 
 
 def at_least_fp32(tensor: Tensor) -> Tensor:
-    """fp16 and bf16 raised to fp32; fp32 and fp64 as they are."""
+    """Raises fp16 and bf16 to fp32; fp32 and fp64 stay."""
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
 
 
-def _checked_velocity(policy: VelocityPolicy, state: Tensor, told: Tensor, rows: Tensor, step: int) -> Tensor:
-    velocity = policy.velocity(state, told, rows).to(state.dtype)
+def _checked_velocity(policy: VelocityPolicy, state: Tensor, timestep: Tensor, rows: Tensor, step: int) -> Tensor:
+    velocity = policy.velocity(state, timestep, rows).to(state.dtype)
     if velocity.shape != state.shape:
         raise ValueError(f"velocity must have shape {list(state.shape)}, found {list(velocity.shape)}")
     if not torch.isfinite(velocity).all():
-        raise FloatingPointError(f"the velocity is not finite at step {step} (sigma {told[0].item():g})")
+        raise FloatingPointError(f"the velocity is not finite at step {step} (sigma {timestep[0].item():g})")
     return velocity
 
 
@@ -289,16 +289,16 @@ def rollout(
     window: range | None = None,
     graph_at: Sequence[int] = (),
 ) -> Trajectory:
-    """Sample ``B`` latents from noise. All steps but the last are SDE steps and are kept; the last is deterministic.
+    """Samples ``B`` latents from noise. All steps but the last are SDE steps and are kept; the last is deterministic.
 
     Args:
         policy: the velocity field; called once per step on the whole batch.
         sigmas: ``[N + 1]``, decreasing, N >= 2 steps; the trajectory has T = N - 1 of them.
         transition: the kernel.
         latents: pure noise ``[B, *D]``; half precision is raised to fp32, where all but the network runs.
-        seed: of the SDE noise. Every sample has its own stream, so that a batch may be split in any way.
+        seed: of the SDE noise. Every sample has a stream, so that a batch may be split in any way.
         sample_ids: names of the samples for their streams, ``0..B-1`` by default.
-        timestep_mode: what the network is told; see `network_sigma`.
+        timestep_mode: how sigma becomes the network's timestep; see `network_sigma`.
         window: the only SDE steps, and the only ones kept, as Flow-GRPO-Fast and MixGRPO have it; the others are
             deterministic. A sample's noise at a step is the same with and without a window.
         graph_at: which of the kept steps (0 is the first of the window) keep the graph of their forward, so that an
@@ -332,10 +332,10 @@ def rollout(
     graphs: dict[int, Tensor] = {}
     for step in range(last + 1):
         sigma, next_sigma = sigmas[step], sigmas[step + 1]
-        told = network_sigma(sigma, timestep_mode).to(device=state.device, dtype=state.dtype).expand(batch)
+        timestep = network_sigma(sigma, timestep_mode).to(device=state.device, dtype=state.dtype).expand(batch)
         place = step - kept[0]
         with torch.set_grad_enabled(step in kept and place in graph_at):
-            velocity = _checked_velocity(policy, state, told, rows, step)
+            velocity = _checked_velocity(policy, state, timestep, rows, step)
         if velocity.requires_grad:
             graphs[place] = velocity
             velocity = velocity.detach()
@@ -371,7 +371,7 @@ def rollout(
 def sample_ode(
     policy: VelocityPolicy, sigmas: Tensor, latents: Tensor, *, timestep_mode: TimestepMode = "float"
 ) -> Tensor:
-    """Deterministic Euler sampling from pure noise ``[B, *D]`` along ``sigmas`` [N + 1]; samples of at least fp32.
+    """Samples by deterministic Euler steps from noise ``[B, *D]`` along ``sigmas`` [N + 1]; samples of at least fp32.
 
     Raises:
         ValueError: a schedule that is no schedule or without a step, no samples, or a velocity of another shape.
@@ -384,6 +384,6 @@ def sample_ode(
     state = at_least_fp32(latents)
     rows = torch.arange(len(latents), device=latents.device)
     for step, (sigma, next_sigma) in enumerate(pairwise(sigmas)):
-        told = network_sigma(sigma, timestep_mode).to(device=state.device, dtype=state.dtype).expand(len(state))
-        state = state + expand(next_sigma - sigma, state) * _checked_velocity(policy, state, told, rows, step)
+        timestep = network_sigma(sigma, timestep_mode).to(device=state.device, dtype=state.dtype).expand(len(state))
+        state = state + expand(next_sigma - sigma, state) * _checked_velocity(policy, state, timestep, rows, step)
     return state

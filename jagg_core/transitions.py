@@ -27,13 +27,13 @@ class Coefficients(NamedTuple):
 
 
 def expand(values: Tensor, like: Tensor) -> Tensor:
-    """Scalars or ``[B]`` as a tensor that multiplies ``like`` [B, ...], in its dtype and on its device."""
+    """Shapes scalars or ``[B]`` as a tensor that multiplies ``like`` [B, ...], in its dtype and on its device."""
     cast = values.to(device=like.device, dtype=like.dtype)
     return cast.reshape(cast.shape + (1,) * (like.ndim - cast.ndim)) if cast.ndim else cast
 
 
 def per_sample_mean(values: Tensor) -> Tensor:
-    """Mean over all but the first dimension: ``[B, ...]`` to ``[B]``."""
+    """Computes the mean over all but the first dimension: ``[B, ...]`` to ``[B]``."""
     return values.flatten(1).mean(1)
 
 
@@ -56,29 +56,29 @@ class Transition:
             raise ValueError(f"eta of {type(self).__name__} must be positive{limit}, found {self.eta}")
 
     def coefficients(self, sigma: Tensor, next_sigma: Tensor) -> Coefficients:
-        """Coefficients of the step from ``sigma`` to ``next_sigma`` (equal shapes), fp64."""
+        """Computes the coefficients of the step from ``sigma`` to ``next_sigma`` (equal shapes), fp64."""
         raise TypeError(f"{type(self).__name__} defines no step: use DanceSDE, FlowSDE or CPS")
 
     def std(self, sigma: Tensor, next_sigma: Tensor) -> Tensor:
-        """The noise level that flow_grpo and verl-omni divide their KL by, of the shape of ``sigma``, fp64.
+        """Computes the noise level by which flow_grpo and verl-omni divide their KL, of the shape of ``sigma``, fp64.
 
         Raises:
             ValueError: a kernel whose noise level no public trainer takes apart from its scale.
         """
-        raise ValueError(f"{type(self).__name__} has no std beside its noise scale in any public trainer: use 'noise'")
+        raise ValueError(f"{type(self).__name__} has no std apart from its scale in any public trainer: use 'noise'")
 
     def log_prob(self, sample: Tensor, mean: Tensor, scale: Tensor) -> Tensor:
-        """Gaussian log-density of ``sample`` [B, ...], mean over elements: ``[B]``."""
+        """Computes the Gaussian log-density of ``sample`` [B, ...], mean over elements: ``[B]``."""
         std = expand(scale, sample)
         quadratic = ((sample - mean) / std).square() / 2
         return per_sample_mean(-quadratic - torch.log(std) - math.log(2 * math.pi) / 2)
 
     def dlogp_dmean(self, noise: Tensor, scale: Tensor) -> Tensor:
-        """Derivative of the log-density (before its mean over elements) in the mean, at residual ``noise``."""
+        """Computes the derivative of the log-density (before its mean over elements) in the mean, at ``noise``."""
         return noise / expand(scale, noise)
 
     def dlogp_dvelocity(self, noise: Tensor, sigma: Tensor, next_sigma: Tensor) -> Tensor:
-        """The same in the velocity, at residual ``noise`` [B, ...]."""
+        """Computes the same in the velocity, at residual ``noise`` [B, ...]."""
         coefficients = self.coefficients(sigma, next_sigma)
         return expand(coefficients.velocity, noise) * self.dlogp_dmean(noise, coefficients.scale)
 
@@ -146,7 +146,7 @@ class CPS(Transition):
         return self.coefficients(sigma, next_sigma).scale
 
     def log_prob(self, sample: Tensor, mean: Tensor, scale: Tensor) -> Tensor:
-        """Negative squared residual, mean over elements: ``[B]``."""
+        """Computes the negative squared residual, mean over elements: ``[B]``."""
         return per_sample_mean(-(sample - mean).square())
 
     def dlogp_dmean(self, noise: Tensor, scale: Tensor) -> Tensor:

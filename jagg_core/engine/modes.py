@@ -53,7 +53,7 @@ def choose_modes(
     partly_clipped: PartlyClipped,
     max_rows: int | None,
 ) -> Modes:
-    """Decide what is ``"auto"``. The settings are those of `jagg_core.engine.accumulate_gradients`.
+    """Decides what is ``"auto"``. The settings are those of `jagg_core.engine.accumulate_gradients`.
 
     Raises:
         ValueError: settings that do not fit each other.
@@ -88,7 +88,7 @@ def choose_modes(
 
 
 def _same_weights(policy: VelocityPolicy, trajectory: Trajectory) -> bool | None:
-    """Whether the weights are the rollout's, on every rank; None if the policy or the rollout cannot tell."""
+    """Says whether the weights are the rollout's, on every rank; None if the policy or the rollout cannot tell."""
     version = weights_version(policy)
     if version is None or trajectory.weights_version is None:
         return None
@@ -100,7 +100,7 @@ def _require_noise(trajectory: Trajectory, plan: Plan, upstream: str) -> None:
         return
     if not trajectory.knows_noise:
         if plan.knot_sigmas is not None:
-            raise ValueError(f"plan {plan.name!r} has predicted knots, which need the rollout's noise or velocities")
+            raise ValueError(f"plan {plan.name!r} has shifted knots, which need the rollout's noise or velocities")
         raise ValueError(f"upstream={upstream!r} needs the rollout's noise or velocities, which were not stored")
 
 
@@ -112,14 +112,14 @@ def _require_on_policy(on_policy: bool | None, plan: Plan) -> None:
         )
     if on_policy is None and plan.knot_sigmas is not None:
         raise OffPolicyError(
-            "upstream='closed_form' with predicted knots needs a policy with parameters(), also at the rollout: "
+            "upstream='closed_form' with shifted knots needs a policy with parameters(), also at the rollout: "
             "away from the rollout's states there is no ratio to check"
         )
 
 
 def _require_interpolating(plan: Plan) -> None:
     if plan.knot_sigmas is not None:
-        raise ValueError("upstream='interpolated' needs velocities at states of the rollout, not predicted knots")
+        raise ValueError("upstream='interpolated' needs velocities at states of the rollout, not shifted knots")
     sums = plan.weights.sum(-2)
     if not torch.allclose(sums, torch.ones_like(sums)):
         raise ValueError(

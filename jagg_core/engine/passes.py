@@ -46,7 +46,7 @@ class Passes:
         self.compute_dtypes = {parameter.dtype for parameter in getattr(policy, "parameters", list)()}
         self.compute_dtypes |= {getattr(policy, "compute_dtype", None)} - {None}
         self.on_policy = modes.on_policy
-        # of other weights, or of another state than a predicted knot's, the rollout's own graph is of no use
+        # of other weights, or at another state than a shifted knot's, the rollout's graph is of no use
         usable = modes.on_policy is True and plan.knot_sigmas is None
         self._kept_graphs = trajectory.graphs if usable else {}
         self.broken = ""
@@ -55,7 +55,7 @@ class Passes:
 
     @contextmanager
     def timed(self, phase: str) -> Iterator[None]:
-        """Add the time of the body to ``seconds`` of ``phase``, if there is a clock."""
+        """Adds the time of the body to ``seconds`` of ``phase``, if there is a clock."""
         if self._clock is None:
             yield
             return
@@ -64,19 +64,19 @@ class Passes:
         self.seconds[phase] += self._clock() - start
 
     def together(self, items: Sequence[int]) -> Iterator[list[int]]:
-        """``items`` (steps or knots) in the portions that share a pass."""
+        """Yields ``items`` (steps or knots) in the portions that share a pass."""
         for start in range(0, len(items), self._knots_per_pass):
             yield list(items[start : start + self._knots_per_pass])
 
     def without_graph(self, steps: Sequence[int]) -> Iterator[tuple[list[int], list[Tensor]]]:
-        """Velocities ``[B, *D]`` at states of the rollout, a pass at a time."""
+        """Computes velocities ``[B, *D]`` at states of the rollout, a pass at a time."""
         for some in self.together(steps):
             with torch.no_grad():
-                found = self._velocities([self._trajectory.site(j) for j in some])
-            yield some, found
+                velocities = self._velocities([self._trajectory.site(j) for j in some])
+            yield some, velocities
 
     def at_knots(self, bundle: Sequence[int]) -> list[Tensor]:
-        """Velocities ``[B, *D]`` with a graph at knots, given by their positions in the plan."""
+        """Computes velocities ``[B, *D]`` with a graph at knots, given by their positions in the plan."""
         velocities = []
         for positions in self.together(bundle):
             knots = [self._plan.knots[i] for i in positions]
@@ -88,30 +88,30 @@ class Passes:
         return velocities
 
     def at_step(self, step: int, members: Tensor) -> Tensor:
-        """Velocity ``[M, *D]`` with a graph at a state of the rollout, of the samples ``members`` [M] only."""
+        """Computes the velocity ``[M, *D]`` with a graph at a step of the rollout, for samples ``members`` [M] only."""
         return self._velocities([self._trajectory.site(step)], members)[0]
 
     def _velocities(self, sites: list[tuple[Tensor, Tensor]], members: Tensor | None = None) -> list[Tensor]:
-        """Velocities at ``sites`` (see `Trajectory.site`) in one call; of all samples, or of ``members`` only."""
+        """Computes velocities at ``sites`` (see `Trajectory.site`) in one call, for all samples or ``members`` only."""
         keep = slice(None) if members is None else members
         with self.timed("forward"):
             latents = torch.cat([z[keep] for z, _ in sites]) if len(sites) > 1 else sites[0][0][keep]
-            told = torch.cat([sigma[keep] for _, sigma in sites])
+            sigmas = torch.cat([sigma[keep] for _, sigma in sites])
             rows = self.rows[keep].repeat(len(sites))
-            velocity = self._policy.velocity(latents, told, rows)
+            velocity = self._policy.velocity(latents, sigmas, rows)
             if velocity.shape != latents.shape:
                 raise ValueError(f"velocity must have shape {list(latents.shape)}, found {list(velocity.shape)}")
             self.forwards += len(sites)
         return [velocity] if len(sites) == 1 else list(velocity.chunk(len(sites)))
 
     def not_finite(self, reason: str) -> None:
-        """Raise FloatingPointError; on several ranks later, for the others gather weights in the passes to come."""
+        """Raises FloatingPointError; on several ranks after the last pass, as the others still gather weights."""
         if ranks() == 1:
             raise FloatingPointError(reason)
         self.broken = self.broken or reason
 
     def backward(self, velocities: list[Tensor], totals: list[Tensor]) -> None:
-        """One backward call from ``velocities`` with their gradients ``totals``, each ``[B, *D]``.
+        """Makes one backward call from ``velocities`` with their gradients ``totals``, each ``[B, *D]``.
 
         Raises:
             ValueError: a velocity without a graph; on several ranks, a joint backward through reentrant checkpointing,
@@ -126,7 +126,7 @@ class Passes:
                 "of its inner backward calls may reduce gradients too early; or use backward='sequential' or 'batched'"
             )
         if self._plan.knot_sigmas is not None and not all(torch.isfinite(v).all() for v in velocities):
-            self.not_finite("the velocity is not finite at one of the predicted knots")
+            self.not_finite("the velocity is not finite at one of the shifted knots")
         with self.timed("backward"):
             pairs = list(zip(velocities, totals, strict=True))
             if self._backward_fn is None:

@@ -1,4 +1,4 @@
-"""What an update says of itself."""
+"""The report of an update: its passes, losses, ratios and times."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ class RatioNoise(UserWarning):
 
 @dataclass(frozen=True)
 class Report:
-    """What `accumulate_gradients` did. Shares and log ratios are over the (sample, step) pairs that were evaluated.
+    """Counts and figures of one `accumulate_gradients`.
+
+    Shares and log ratios are over the (sample, step) pairs that were evaluated.
 
     Attributes:
         loss: the scaled loss, summed over samples and steps (those of weight zero excluded).
@@ -32,7 +34,7 @@ class Report:
         forwards: forwards of the batch, with and without graph. reference_forwards: of the reference policy.
         backward_calls: calls of ``torch.autograd.backward``, or of ``backward_fn``.
         upstream, backward: the modes that ran. anticipating: see `Plan.anticipating`.
-        log_ratios: ``[B, T]``, for a trainer's own figures: 0 where the closed form takes the ratio as 1, NaN at steps
+        log_ratios: ``[B, T]``, for a trainer's figures: 0 where the closed form takes the ratio as 1, NaN at steps
             of weight zero.
         seconds: per phase (forward, upstream, backward), if a clock was given.
     """
@@ -64,7 +66,7 @@ class Report:
 def figures_of(
     known: dict[int, Upstream], log_ratios: dict[int, Tensor], scale: float, objective: ClippedSurrogate
 ) -> dict[str, float]:
-    """The report's loss, log ratios and shares, from upstream gradients and log ratios ``[B]`` by step."""
+    """Computes the report's loss, log ratios and shares, from upstream gradients and log ratios ``[B]`` by step."""
     log_ratio = torch.stack(list(log_ratios.values()))
     magnitude, offset, (low, high) = log_ratio.abs().flatten(), log_ratio.exp() - 1, objective.ratio_bounds
     above, below = (offset > high).double(), (offset < low).double()
@@ -88,7 +90,7 @@ def figures_of(
 
 
 def ratios_of(known: dict[int, Upstream], log_ratios: dict[int, Tensor], steps: int) -> Tensor:
-    """Log ratios ``[B, steps]``: those that were evaluated, else those that the upstream gradients hold, else NaN."""
-    found = {step: upstream.log_ratio for step, upstream in known.items()} | log_ratios
-    missing = torch.full_like(next(iter(found.values())), torch.nan)
-    return torch.stack([found.get(step, missing) for step in range(steps)], 1)
+    """Collects log ratios ``[B, steps]``: as evaluated, else as the upstream gradients hold them, else NaN."""
+    by_step = {step: upstream.log_ratio for step, upstream in known.items()} | log_ratios
+    missing = torch.full_like(next(iter(by_step.values())), torch.nan)
+    return torch.stack([by_step.get(step, missing) for step in range(steps)], 1)

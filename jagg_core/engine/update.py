@@ -39,7 +39,7 @@ def accumulate_gradients(
     clock: Callable[[], float] | None = None,
     backward_fn: Callable[[Tensor], None] | None = None,
 ) -> Report:
-    """Add the plan's gradient of the loss into ``.grad``, as ``backward()`` would.
+    """Adds the plan's gradient of the loss into ``.grad``, as ``backward()`` would.
 
     The loss is ``scale`` times the sum over samples and trained steps, so that micro-batches add up; a trainer passes
     ``scale = 1 / (samples * steps)``. Everything outside the network runs in the dtype of the trajectory.
@@ -170,14 +170,14 @@ class _Update:
     aggregation: Aggregation
 
     def bundles(self) -> Iterator[list[int]]:
-        """Positions of the knots that share one backward call."""
+        """Yields positions of the knots that share one backward call."""
         if self.modes.backward == "joint":
             yield from (positions for positions, _ in self.aggregation.parts)
         else:
             yield from self.passes.together(range(self.plan.passes))
 
     def run(self, bundle: list[int]) -> None:
-        """The four phases of one bundle."""
+        """Runs the four phases of one bundle."""
         parts = self.aggregation.parts
         touched = [n for n, (positions, _) in enumerate(parts) if set(positions) & set(bundle)]
         if self.modes.exact_where_mixed:
@@ -189,21 +189,21 @@ class _Update:
         knots = [self.plan.knots[i] for i in bundle]
         others = sorted({self.plan.knots[i] for n in touched for i in parts[n][0]} - set(knots))
 
-        # phase 1: forwards, first those without a graph
-        self.upstream.look_beside(unknown, knots, others)
+        # phase 1: forwards, first those without a graph, so that no graph is alive meanwhile
+        self.upstream.run_forwards(unknown, knots, others)
         velocities = self.passes.at_knots(bundle)
 
-        # phase 2: upstream gradients
+        # phase 2: upstream gradients, from transition and loss alone: the network is not differentiated here
         self.upstream.learn(unknown, knots, velocities)
         if self.modes.exact_where_mixed:
             for n in touched:
                 self.aggregation.make_exact(n, self.upstream.known)
 
-        # phase 3: aggregation
+        # phase 3: aggregation. The Jacobian is linear: one product with the sum replaces one per step
         with self.passes.timed("upstream"):
             totals = [self.aggregation.aggregate(i, self.upstream.known) for i in bundle]
 
-        # phase 4: one backward
+        # phase 4: one backward from all knots of the bundle, whose graphs are freed with it
         self.passes.backward(velocities, totals)
 
         if self.modes.exact_where_mixed:
@@ -212,10 +212,10 @@ class _Update:
                     self.aggregation.run_exact(n, self.upstream.known, self.passes)
 
     def report(self, scale: float, objective: ClippedSurrogate) -> Report:
-        """What was done."""
+        """Collects the counts and figures."""
         known, passes = self.upstream.known, self.passes
-        # predicted knots in closed form evaluate no ratio: it is 1 by the weights
-        log_ratios = self.upstream.log_ratios or {step: found.log_ratio for step, found in known.items()}
+        # shifted knots in closed form evaluate no ratio: it is 1 by the weights
+        log_ratios = self.upstream.log_ratios or {step: upstream.log_ratio for step, upstream in known.items()}
         return Report(
             **figures_of(known, log_ratios, scale, objective),
             partly_clipped=self.aggregation.mixed,

@@ -30,13 +30,13 @@ ON_POLICY_TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-4, torch.bfloat16:
 
 @dataclass(eq=False)
 class UpstreamGradients(ABC):
-    """Those found so far. `Autograd`, `ClosedForm` and `Interpolated` say how.
+    """Upstream gradients, as far as they are known. `Autograd`, `ClosedForm` and `Interpolated` compute them.
 
     Attributes:
         advantages: ``[B]`` or ``[B, T]``, on the trajectory's device and in its dtype.
         reference: policy of the KL term.
-        known: what is known of each step.
-        log_ratios: ``[B]``, by step, where a velocity of today was there to compare.
+        known: by step.
+        log_ratios: ``[B]``, by step, where the present velocity was compared with the rollout's.
         reference_forwards: forwards of the reference policy.
     """
 
@@ -50,27 +50,27 @@ class UpstreamGradients(ABC):
     log_ratios: dict[int, Tensor] = field(default_factory=dict)
     reference_forwards: int = 0
 
-    def look_beside(self, steps: list[int], knots: list[int], others: list[int]) -> None:  # noqa: B027 - may be none
-        """Forwards without a graph that ``steps`` need beside those at ``knots``, the knots of this backward call.
+    def run_forwards(self, steps: list[int], knots: list[int], others: list[int]) -> None:  # noqa: B027 - may be none
+        """Runs the forwards without a graph that ``steps`` need, besides those at ``knots`` of this backward call.
 
         ``others``: the knots of other calls that these steps may be spread over.
         """
 
     @abstractmethod
     def learn(self, steps: list[int], knots: list[int], velocities: list[Tensor]) -> None:
-        """What can be known of ``steps`` with the velocities ``[B, *D]`` at ``knots``.
+        """Computes what is known of ``steps`` with the velocities ``[B, *D]`` at ``knots``.
 
         Raises:
-            OffPolicyError: closed form, and a ratio at a knot says otherwise.
+            OffPolicyError: closed form, and a ratio at a knot is not 1.
             FloatingPointError: a velocity is not finite.
         """
 
     def at_states(self, knots: list[int]) -> list[int]:
-        """``knots``, or none of them: a predicted knot is no state of the rollout, and says nothing of its step."""
+        """Returns ``knots``, or none if they are shifted: a velocity away from the rollout is not that of a step."""
         return knots if self.plan.knot_sigmas is None else []
 
     def from_velocities(self, steps: Iterable[int], velocities: Iterable[Tensor]) -> None:
-        """Upstream gradients of steps by autograd from their velocities ``[B, *D]``."""
+        """Computes upstream gradients of steps by autograd from their velocities ``[B, *D]``."""
         with self.passes.timed("upstream"):
             for step, velocity in zip(steps, velocities, strict=True):
                 self.known[step] = upstream_autograd(
@@ -79,7 +79,7 @@ class UpstreamGradients(ABC):
                 self.log_ratios[step] = self.known[step].log_ratio
 
     def in_closed_form(self, steps: list[int]) -> None:
-        """Upstream gradients of steps from the noise of the rollout."""
+        """Computes upstream gradients of steps from the noise of the rollout."""
         with self.passes.timed("upstream"):
             for step in steps:
                 self.known[step] = upstream_closed_form(
@@ -96,7 +96,7 @@ class UpstreamGradients(ABC):
             )
 
     def require_ratio_one(self, steps: list[int], velocities: list[Tensor]) -> None:
-        """Compare the log ratios of steps with what rounding explains; ``velocities`` are theirs.
+        """Compares the log ratios of steps with what rounding explains; ``velocities`` are theirs.
 
         Raises:
             OffPolicyError: one is larger.
@@ -127,33 +127,33 @@ class UpstreamGradients(ABC):
         )
 
     def _advantages(self, step: int) -> Tensor:
-        """Of one step, ``[B]``."""
+        """Returns the advantages of one step, ``[B]``."""
         return self.advantages if self.advantages.ndim == 1 else self.advantages[:, step]
 
     def _reference(self, step: int) -> Tensor | None:
-        """The reference policy's velocity ``[B, *D]`` at a step; None without a KL to it."""
+        """Computes the reference policy's velocity ``[B, *D]`` at a step; None without a KL to it."""
         if not self.objective.needs_reference or self.reference is None:
             return None
         t = self.trajectory
         self.reference_forwards += 1
         with torch.no_grad():
-            return self.reference.velocity(t.latents[step], t.told_sigma(step), self.passes.rows).to(t.latents.dtype)
+            return self.reference.velocity(t.latents[step], t.network_sigma(step), self.passes.rows).to(t.latents.dtype)
 
 
 class Autograd(UpstreamGradients):
     """The paper's way: from the velocity at every step, with a forward at each that is no knot."""
 
-    def look_beside(self, steps: list[int], knots: list[int], others: list[int]) -> None:
-        """See `UpstreamGradients.look_beside`."""
+    def run_forwards(self, steps: list[int], knots: list[int], others: list[int]) -> None:
+        """See `UpstreamGradients.run_forwards`."""
         at_states = self.at_states(knots)
         for some, velocities in self.passes.without_graph([j for j in steps if j not in at_states]):
             self.from_velocities(some, velocities)
 
     def learn(self, steps: list[int], knots: list[int], velocities: list[Tensor]) -> None:
         """See `UpstreamGradients.learn`."""
-        found = dict(zip(knots, velocities, strict=True))
-        own = [k for k in self.at_states(knots) if k in steps]
-        self.from_velocities(own, [found[k] for k in own])
+        at = dict(zip(knots, velocities, strict=True))
+        states = [k for k in self.at_states(knots) if k in steps]
+        self.from_velocities(states, [at[k] for k in states])
         self.require_finite(steps)
         if self.passes.on_policy and not self.trajectory.knows_noise:
             # nothing else has compared the network's input with the rollout's
@@ -185,8 +185,8 @@ class Interpolated(UpstreamGradients):
     drifts: dict[int, Tensor] = field(default_factory=dict)
     """By knot: the velocity ``[B, *D]`` less the rollout's."""
 
-    def look_beside(self, steps: list[int], knots: list[int], others: list[int]) -> None:
-        """See `UpstreamGradients.look_beside`."""
+    def run_forwards(self, steps: list[int], knots: list[int], others: list[int]) -> None:
+        """See `UpstreamGradients.run_forwards`."""
         for some, velocities in self.passes.without_graph([k for k in others if k not in self.drifts]):
             self._note_drift(some, velocities)
 
@@ -201,7 +201,7 @@ class Interpolated(UpstreamGradients):
             self.drifts[knot] = velocity.detach().to(self.trajectory.latents.dtype) - self.trajectory.velocity(knot)
 
     def _drifted(self, step: int) -> Tensor:
-        """The rollout's velocity at ``step``, moved as its knots have moved since."""
+        """Computes the rollout's velocity at ``step``, moved as its knots have moved since."""
         velocity = self.trajectory.velocity(step)
         for position in self.plan.used[:, step].nonzero().flatten().tolist():
             drift = self.drifts[self.plan.knots[position]]
@@ -219,8 +219,8 @@ class Given(UpstreamGradients):
 
     source: Source | None = None
 
-    def look_beside(self, steps: list[int], knots: list[int], others: list[int]) -> None:
-        """See `UpstreamGradients.look_beside`."""
+    def run_forwards(self, steps: list[int], knots: list[int], others: list[int]) -> None:
+        """See `UpstreamGradients.run_forwards`."""
         if not isinstance(self.source, Tensor):
             at_states = self.at_states(knots)
             for some, velocities in self.passes.without_graph([j for j in steps if j not in at_states]):

@@ -178,7 +178,7 @@ class PlanSettings:
         weighting: of jagg.
         passes: for subsample, and for causal and spline from a calibration.
         knots: for causal and spline, instead of a calibration.
-        predict: causal with predicted knots.
+        predict: causal with shifted knots.
         calibration: a calibration-*.json that fits this run's rollouts.
         upstream: gradients of the loss in the velocity: by autograd from a forward of every step, in closed form on
             policy, or interpolated from the knots off policy; auto is the closed form on policy, else autograd.

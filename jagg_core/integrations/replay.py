@@ -16,7 +16,7 @@ from jagg_core.trajectory import ReplayMismatch, Trajectory, at_least_fp32
 from jagg_core.transitions import Coefficients, Transition, expand
 
 RATIO_TOLERANCE = 1e-4
-"""Log-probabilities that differ by more from those of the stored tensors are told: usual clip ranges are 1e-4."""
+"""Log-probabilities that differ by more from those of the stored tensors give a warning: usual clip ranges are 1e-4."""
 
 LOG_PROB_TOLERANCE = 1e-2
 """Stored log-probabilities may differ by this much from those of the stored noise: latents kept in bf16 do."""
@@ -26,7 +26,7 @@ SAME_SIGMA = 1e-6
 
 
 class HostPolicy:
-    """A trainer's own forward as a `jagg_core.policy.VelocityPolicy`.
+    """A trainer's forward as a `jagg_core.policy.VelocityPolicy`.
 
     Args:
         velocity: function of latents ``[N, *D]``, sigma ``[N]`` in [0, 1] and rows ``[N]`` that gives the velocity
@@ -90,18 +90,18 @@ class HostPolicy:
 
     def velocity(self, latents: Tensor, sigma: Tensor, rows: Tensor) -> Tensor:
         """See `jagg_core.policy.VelocityPolicy`."""
-        found = self._velocity(latents, sigma, rows)
-        if isinstance(found, tuple) != (self.guidance is not None):
-            given = "a pair" if isinstance(found, tuple) else "one velocity"
+        velocity = self._velocity(latents, sigma, rows)
+        if isinstance(velocity, tuple) != (self.guidance is not None):
+            given = "a pair" if isinstance(velocity, tuple) else "one velocity"
             raise ValueError(f"guidance is {self.guidance}, but the policy's function gives {given}")
-        return guided(found[0], found[1], self.guidance) if self.guidance is not None else found  # type: ignore[return-value]
+        return guided(*velocity, self.guidance) if self.guidance is not None else velocity  # type: ignore[return-value]
 
     def parameters(self) -> list[Tensor]:
-        """As they were given."""
+        """Returns the parameters as given."""
         return self._parameters
 
     def signature(self) -> dict[str, str]:
-        """The settings, and the guidance."""
+        """Returns the settings, and the guidance."""
         return {**self._settings, "guidance": repr(self.guidance)}
 
 
@@ -122,9 +122,9 @@ def host_trajectory(
     weights_version: int | None = None,
     signature: Mapping[str, str] | None = None,
 ) -> Trajectory:
-    """A trajectory from the tensors that a trainer stored, batch first and in any order of steps.
+    """Builds a trajectory from the tensors that a trainer stored, batch first and in any order of steps.
 
-    The closed form, interpolated upstream gradients and predicted knots need the noise of the rollout: as it is, or
+    The closed form, interpolated upstream gradients and shifted knots need the noise of the rollout: as it is, or
     from the rollout's means or velocities, which give ``(next - mean) / scale``. With none the update runs the network
     at every step (``upstream="autograd"``). With one of them, log-probabilities are checked against it.
 
@@ -140,11 +140,11 @@ def host_trajectory(
         mean: of the rollout's steps, ``[B, S, *D]``, where a trainer stores that.
         noise: of the rollout, ``[B, S, *D]``.
         normalised: False for Gaussian log-probabilities without ``-log(scale) - log(2 pi) / 2``, as DanceGRPO has them.
-        timestep_mode: what the network is told; see `jagg_core.schedule.network_sigma`.
+        timestep_mode: how sigma becomes the network's timestep; see `jagg_core.schedule.network_sigma`.
         rows: which of the policy's samples each row is, ``[B]``; 0..B-1 by default.
         weights_version: what `jagg_core.integrations.weights_version` gave for the policy at the rollout. Without
             velocity, mean and noise it does not allow the closed form, but an update by the same weights whose
-            log-probabilities are others is refused: the network was told another timestep, guidance or prompt.
+            log-probabilities are others is refused: the network got another timestep, guidance or prompt.
         signature: what ``policy.signature()`` gave then.
 
     Returns:
@@ -196,12 +196,12 @@ def host_trajectory(
     coefficients = [transition.coefficients(sigmas[..., j], next_sigmas[..., j]) for j in range(count)]
     stored_velocity_or_mean = mean if velocity is None else velocity
     if stored_velocity_or_mean is not None:
-        found = in_order(stored_velocity_or_mean).to(after.dtype)
+        means = in_order(stored_velocity_or_mean).to(after.dtype)
         drawn = torch.empty_like(after)
         for j, (a, b, scale) in enumerate(coefficients):
             if velocity is not None:
-                found[j] = expand(a, after[j]) * before[j] + expand(b, after[j]) * found[j]
-            drawn[j] = (after[j] - found[j]) / expand(scale, after[j])
+                means[j] = expand(a, after[j]) * before[j] + expand(b, after[j]) * means[j]
+            drawn[j] = (after[j] - means[j]) / expand(scale, after[j])
     if not normalised:
         constants = [-(scale.log() + math.log(2 * math.pi) / 2) for _, _, scale in coefficients]
         log_probs = log_probs + torch.stack([c.expand(batch) for c in constants]).to(log_probs)
@@ -227,7 +227,7 @@ def host_trajectory(
 
 
 def _check_precision(dtypes: dict[str, torch.dtype], off: float | None) -> None:
-    """Name the tensors in half precision where ratios feel it. ``off``: largest error of a log-probability, if known.
+    """Names the tensors in half precision where ratios feel it. ``off``: largest error of a log-probability, if known.
 
     Raises:
         ReplayMismatch: states of two precisions: those in half precision were rounded after the log-probability.
@@ -251,33 +251,33 @@ def _check_precision(dtypes: dict[str, torch.dtype], off: float | None) -> None:
 
 
 def _check_log_probs(trajectory: Trajectory, coefficients: Sequence[Coefficients]) -> float:
-    """Largest difference of log-probabilities to those of the noise."""
-    own = [
+    """Computes the largest difference of log-probabilities to those of the noise."""
+    log_probs = [
         trajectory.transition.log_prob(trajectory.next_latents[j], trajectory.mean(j), step.scale)
         for j, step in enumerate(coefficients)
     ]
-    off = (torch.stack(own) - trajectory.log_probs).abs()
+    off = (torch.stack(log_probs) - trajectory.log_probs).abs()
     wrong = ~(off <= LOG_PROB_TOLERANCE)
     if wrong.any():
         step, row = wrong.nonzero()[0].tolist()
         raise ReplayMismatch(
             f"log_probs: stored {trajectory.log_probs[step, row].item():.6g}, but the rollout's noise under "
-            f"{trajectory.transition} gives {own[step][row].item():.6g} at step {step} of sample {row}: another eta, "
-            "kernel or schedule, or log-probabilities without their normalising term (setting normalised)"
+            f"{trajectory.transition} gives {log_probs[step][row].item():.6g} at step {step} of sample {row}: another "
+            "eta, kernel or schedule, or log-probabilities without their normalising term (setting normalised)"
         )
     return off.max().item()
 
 
 def _steps(steps: Tensor | None, batch: int, count: int, trainable: int) -> Tensor:
-    """The stored steps on the CPU, ``[S]`` or ``[B, S]``, once they are known to be of the first ``trainable``."""
-    found = torch.arange(count) if steps is None else torch.as_tensor(steps, dtype=torch.long).cpu()
-    if found.shape not in ((count,), (batch, count)):
-        raise ValueError(f"steps must have shape [{count}] or [{batch}, {count}], found {list(found.shape)}")
-    if found.min() < 0 or found.max() >= trainable:
+    """Returns the stored steps on the CPU, ``[S]`` or ``[B, S]``, checked to be of the first ``trainable``."""
+    stored = torch.arange(count) if steps is None else torch.as_tensor(steps, dtype=torch.long).cpu()
+    if stored.shape not in ((count,), (batch, count)):
+        raise ValueError(f"steps must have shape [{count}] or [{batch}, {count}], found {list(stored.shape)}")
+    if stored.min() < 0 or stored.max() >= trainable:
         raise ValueError(
-            f"steps must lie in 0..{trainable - 1}, the steps that have noise, found {int(found.min())} to "
-            f"{int(found.max())}"
+            f"steps must lie in 0..{trainable - 1}, the steps that have noise, found {int(stored.min())} to "
+            f"{int(stored.max())}"
         )
-    if (found.sort(dim=-1).values.diff(dim=-1) == 0).any():
-        raise ValueError(f"steps must differ from one another within a sample, found {found.tolist()}")
-    return found
+    if (stored.sort(dim=-1).values.diff(dim=-1) == 0).any():
+        raise ValueError(f"steps must differ from one another within a sample, found {stored.tolist()}")
+    return stored

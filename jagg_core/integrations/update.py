@@ -37,7 +37,7 @@ def plan_update(
     accelerator: Any = None,
     models: Sequence[Any] = (),
 ) -> Report:
-    """Add the plan's gradient of a micro-batch into ``.grad``: in the place of a loop over its T steps.
+    """Adds the plan's gradient of a micro-batch into ``.grad``, in the place of a loop over its T steps.
 
     With ``accelerator`` the call counts as T contexts of ``accelerator.accumulate(*models)``, however many passes it
     makes and however it ends, so ``accelerator.sync_gradients`` is afterwards what the loop would have left. Clip, step
@@ -52,7 +52,7 @@ def plan_update(
             `jagg_core.integrations.host_trajectory`. Of a trajectory that was not made there: from high noise to low.
         plan: for T steps.
         objective: the loss.
-        scale: factor of the loss, summed over samples and steps, before the host's own. For a trainer whose loss of a
+        scale: factor of the loss, summed over samples and steps, before the host's. For a trainer whose loss of a
             step is a mean over its micro-batch: ``1 / B``.
         upstream: as there; only ``"autograd"``, or ``"auto"`` in its place, where the rollout's noise is not known.
         backward: as there, without ``"auto"``. ``"sequential"`` holds one graph at a time, as the loop did.
@@ -110,7 +110,7 @@ def plan_update(
 
 
 def _in_order(advantages: Tensor, trajectory: Trajectory) -> Tensor:
-    """``[B]``, or ``[B, T]`` in the trajectory's order of steps."""
+    """Returns advantages ``[B]``, or ``[B, T]`` in the trajectory's order of steps."""
     if advantages.ndim != 2:
         return advantages
     if (advantages == advantages[:, :1]).all():
@@ -121,7 +121,7 @@ def _in_order(advantages: Tensor, trajectory: Trajectory) -> Tensor:
 
 
 def _backward_calls(plan: Plan, backward: HostBackward, batch: int, max_rows: int | None) -> int:
-    """Backward calls of the plan itself; samples that are partly clipped may add some."""
+    """Counts the backward calls of the plan itself; samples that are partly clipped may add some."""
     if backward == "joint":
         return len(plan.components())
     if backward == "sequential":
@@ -155,14 +155,14 @@ class _Window:
         self._next()
 
     def backward(self, loss: Tensor) -> None:
-        """`accelerator.backward`, and on to the context of the next call."""
+        """Calls `accelerator.backward`, and enters the context of the next call."""
         self.accelerator.backward(loss)
         self.made += 1
         if self.made < self.calls:
             self._next()
 
     def close(self) -> None:
-        """Leave, having counted ``steps`` contexts."""
+        """Leaves, having counted ``steps`` contexts."""
         self.context.close()
         self._pass_by(self.steps)
 

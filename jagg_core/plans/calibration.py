@@ -38,7 +38,7 @@ def read_plan(
         raise RecordError(f"{path}: not a calibration file")
     try:
         sigmas = torch.tensor(data["schedule"], dtype=torch.float64)
-        plans = {name: {n: plan["knots"] for n, plan in found.items()} for name, found in data["plans"].items()}
+        plans = {name: {n: plan["knots"] for n, plan in by_passes.items()} for name, by_passes in data["plans"].items()}
         made_with = {**data["signature"], **{key: data[key] for key in ("transition", "timestep_mode")}}
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise RecordError(f"{path}: damaged calibration file: {error}") from error
@@ -53,9 +53,9 @@ def read_plan(
     if trajectory is not None:
         trajectory.require(sigmas=sigmas)
         ours = {"transition": repr(trajectory.transition), "timestep_mode": trajectory.timestep_mode}
-        for key, found in (trajectory.signature | ours).items():
-            if found != made_with.get(key, found):
-                raise ReplayMismatch(f"{key}: calibrated with {made_with[key]}, the rollout used {found}")
+        for key, value in (trajectory.signature | ours).items():
+            if value != made_with.get(key, value):
+                raise ReplayMismatch(f"{key}: calibrated with {made_with[key]}, the rollout used {value}")
     # "predict" is how callers have always asked for the causal plan with shifted knots
     estimator = find_estimator("causal-predicted" if predict else family)
     return estimator.build(sigmas, plans[family][str(passes)])

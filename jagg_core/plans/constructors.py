@@ -17,7 +17,7 @@ Outside = Literal["constant", "linear"]
 
 
 def groups_of(steps: int, window: int) -> list[range]:
-    """Whole groups of ``window`` consecutive steps, high noise first; the steps left over belong to none.
+    """Returns whole groups of ``window`` consecutive steps, high noise first; the steps left over belong to none.
 
     Raises:
         ValueError: ``window`` below 1 or above ``steps``.
@@ -28,7 +28,7 @@ def groups_of(steps: int, window: int) -> list[range]:
 
 
 def routed_groups(groups: int, jagg_frac: float) -> int:
-    """How many of the first groups are approximated: ``jagg_frac`` of them, rounded to whole groups (half up).
+    """Counts the first groups that are approximated: ``jagg_frac`` of all, rounded to whole groups (half up).
 
     Raises:
         ValueError: ``jagg_frac`` outside [0, 1].
@@ -40,7 +40,7 @@ def routed_groups(groups: int, jagg_frac: float) -> int:
 
 
 def _matrix(sigmas: Tensor) -> Tensor:
-    """Zero weights ``[T, T]`` or ``[B, T, T]``: one row per step, before unused rows are dropped."""
+    """Makes zero weights ``[T, T]`` or ``[B, T, T]``: one row per step, before unused rows are dropped."""
     return sigmas.new_zeros(*sigmas.shape, sigmas.shape[-1])
 
 
@@ -54,7 +54,7 @@ def _from_matrix(
 
 
 def exact_plan(sigmas: Tensor) -> Plan:
-    """One pass per step: the reference. ``sigmas`` ``[T]`` or ``[B, T]``, decreasing.
+    """Builds the reference, one pass per step. ``sigmas`` ``[T]`` or ``[B, T]``, decreasing.
 
     Raises:
         ValueError: sigmas that are no schedule, as from every constructor here.
@@ -65,7 +65,7 @@ def exact_plan(sigmas: Tensor) -> Plan:
 
 
 def _grouped_plan(sigmas: Tensor, window: int, jagg_frac: float, name: str, position: Tensor | None) -> Plan:
-    """Both ends of each routed group; inner steps interpolated along ``position`` [..., T], or lost if it is None."""
+    """Keeps both ends of routed groups; inner steps are interpolated along ``position`` [..., T], or lost if None."""
     steps = sigmas.shape[-1]
     groups = groups_of(steps, window)
     matrix = _matrix(sigmas)
@@ -84,7 +84,7 @@ def _grouped_plan(sigmas: Tensor, window: int, jagg_frac: float, name: str, posi
 
 
 def jagg_plan(sigmas: Tensor, window: int = 5, jagg_frac: float = 0.6, weighting: Weighting = "sigma") -> Plan:
-    """The paper's rule: both ends of each routed group of ``window`` steps, every step of the others.
+    """Builds the paper's rule: both ends of each routed group of ``window`` steps, every step of the others.
 
     Step j of a routed group counts ``1 - alpha_j`` at its first step and ``alpha_j`` at its last, with
     ``alpha_j = (sigma_0 - sigma_j) / (sigma_0 - sigma_{W-1})``; ``weighting="index"`` takes ``j / (W - 1)``, as the
@@ -108,7 +108,7 @@ def jagg_plan(sigmas: Tensor, window: int = 5, jagg_frac: float = 0.6, weighting
 
 
 def endpoint_plan(sigmas: Tensor, window: int = 5, jagg_frac: float = 1.0) -> Plan:
-    """The paper's ablation: both ends of each routed group with their own upstream gradient; inner steps are lost.
+    """Builds the paper's ablation: both ends of each routed group with their upstream gradient; inner steps are lost.
 
     ``sigmas``, ``window`` and ``jagg_frac`` as in `jagg_plan`.
 
@@ -119,7 +119,7 @@ def endpoint_plan(sigmas: Tensor, window: int = 5, jagg_frac: float = 1.0) -> Pl
 
 
 def subsample_plan(sigmas: Tensor, count: int, generator: torch.Generator) -> Plan:
-    """``count`` random steps, weighted ``T / count``: unbiased, and what trainers do today (``timestep_fraction``).
+    """Draws ``count`` steps, weighted ``T / count``: unbiased, as trainers do it (``timestep_fraction``).
 
     ``sigmas`` ``[T]`` or ``[B, T]``, decreasing; all samples keep the same steps. ``generator``: on the CPU.
 
@@ -136,7 +136,7 @@ def subsample_plan(sigmas: Tensor, count: int, generator: torch.Generator) -> Pl
 
 
 def spline_plan(sigmas: Tensor, knots: Sequence[int], outside: Outside = "constant") -> Plan:
-    """Piecewise-linear interpolation of the Jacobian in sigma between neighbouring knots, which share their passes.
+    """Interpolates the Jacobian linearly in sigma between neighbouring knots, which share their passes.
 
     ``sigmas`` ``[T]`` or ``[B, T]``, decreasing. Step j between knots a and b counts ``1 - alpha`` at a and ``alpha``
     at b, with ``alpha = (sigma_a - sigma_j) / (sigma_a - sigma_b)``. Beyond the outer knots the nearest one is taken
@@ -168,12 +168,12 @@ def spline_plan(sigmas: Tensor, knots: Sequence[int], outside: Outside = "consta
 
 
 def causal_plan(sigmas: Tensor, knots: Sequence[int], predict: bool = False) -> Plan:
-    """Every step takes the last knot at or before it; steps before the first knot take that one ("lead-in").
+    """Gives every step the last knot at or before it; steps before the first knot take that one ("lead-in").
 
     ``sigmas`` ``[T]`` or ``[B, T]``, decreasing; ``knots``: increasing steps within ``0 .. T - 1``.
 
-    With ``predict`` each knot's Jacobian is taken at the mean sigma of the steps that it serves, at the state that the
-    rollout's own velocity reaches from the knot: still causal, and no extra pass.
+    With ``predict`` knots are shifted: each Jacobian is taken at the mean sigma of the steps that it serves, at the
+    state that the rollout's velocity reaches from the knot: still causal, and no extra pass.
 
     With first knot 0 no knot's state contains the noise of a step that it serves: with advantages that do not depend on
     the noise the expected gradient is zero, as the exact one's is.

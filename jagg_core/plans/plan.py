@@ -30,7 +30,7 @@ class Plan:
         knots: increasing step indices, K of them. One pass (forward and backward) each.
         weights: ``[K, T]``, or ``[B, K, T]`` where samples differ. fp64 on the CPU.
         knot_sigmas: where the Jacobian of each knot is taken, ``[K]`` or ``[B, K]``: the state is carried there from
-            the knot along the rollout's own velocity. None: at the knots themselves.
+            the knot along the rollout's velocity. None: at the knots themselves.
         sigmas: the schedule the weights were made for, ``[T]`` or ``[B, T]``; checked at replay. None: any.
         name: for reports.
 
@@ -82,7 +82,7 @@ class Plan:
         return len(self.knots)
 
     def knot_sigma(self, position: int) -> Tensor | None:
-        """Where the Jacobian of the knot at ``position`` is taken: a scalar or ``[B]``; None: at the knot itself."""
+        """Returns where the Jacobian of a knot is taken: a scalar or ``[B]``; None: at the knot itself."""
         return None if self.knot_sigmas is None else self.knot_sigmas[..., position]
 
     @property
@@ -98,7 +98,7 @@ class Plan:
         return bool((self.used & later).any())
 
     def components(self) -> list[tuple[list[int], list[int]]]:
-        """The plan's independent parts, in order: positions in ``knots`` and the steps that feed them."""
+        """Finds the plan's independent parts, in order: positions in ``knots`` and the steps that feed them."""
         used = self.used
         parts: list[tuple[set[int], set[int]]] = []
         for position in range(self.passes):
@@ -144,7 +144,7 @@ class Plan:
 
 
 def whole_knots(knots: Sequence[int]) -> list[int]:
-    """Knots as a list of ints. Raises ValueError for anything that is not a sequence of whole numbers."""
+    """Returns knots as a list of ints. Raises ValueError for anything that is not a sequence of whole numbers."""
     try:
         return [operator.index(k) for k in knots]
     except TypeError as error:
@@ -152,7 +152,7 @@ def whole_knots(knots: Sequence[int]) -> list[int]:
 
 
 def check_knots(knots: Sequence[int], steps: int) -> None:
-    """Raise ValueError unless ``knots`` is a non-empty increasing list within ``0 .. steps - 1``."""
+    """Raises ValueError unless ``knots`` is a non-empty increasing list within ``0 .. steps - 1``."""
     if len(knots) == 0:
         raise ValueError("knots: at least one is needed, found none")
     if min(knots) < 0 or max(knots) >= steps:

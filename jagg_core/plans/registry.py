@@ -35,7 +35,7 @@ class Estimator:
             ``(sigmas, count, generator)``.
         looks_ahead: whether a knot's state may contain the noise of a step that it serves, which biases the gradient.
         style: colour, marker and line of its figures.
-        knots_of: for knots: the estimator whose searched knots it takes; its own name if they are searched for it.
+        knots_of: for knots: the estimator whose searched knots it takes; its name if they are searched for it.
         in_front: whether it is judged at every number of passes and drawn in the Pareto front and the heat map.
         recommended: whether a calibration may recommend it.
 

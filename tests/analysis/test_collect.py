@@ -42,11 +42,11 @@ def cross_gradients(field: MlpField, trajectory: Trajectory, advantages: Tensor 
     steps, parameters = range(trajectory.steps), list(field.parameters())
     upstream = []
     for j in steps:
-        velocity = field.velocity(trajectory.latents[j], trajectory.told_sigma(j), trajectory.rows)
+        velocity = field.velocity(trajectory.latents[j], trajectory.network_sigma(j), trajectory.rows)
         upstream.append(upstream_autograd(OBJECTIVE, trajectory, j, velocity, advantages).gradient)
 
     def pull(i: int, j: int) -> Tensor:
-        velocity = field.velocity(trajectory.latents[i], trajectory.told_sigma(i), trajectory.rows)
+        velocity = field.velocity(trajectory.latents[i], trajectory.network_sigma(i), trajectory.rows)
         return torch.cat([g.flatten() for g in torch.autograd.grad(velocity, parameters, upstream[j])])
 
     return torch.stack([torch.stack([pull(i, j) for j in steps]) for i in steps])

@@ -67,7 +67,7 @@ def test_guidance_reaches_the_policy() -> None:
 
 
 @pytest.mark.parametrize("mode", ["float", "trunc_fp32"])
-def test_the_network_is_told_sigma_as_asked(mode: TimestepMode) -> None:
+def test_the_network_is_network_sigma_as_asked(mode: TimestepMode) -> None:
     recipe = replace(RECIPE, timestep_mode=mode)
     backbone = StubBackbone()
     told: list[float] = []

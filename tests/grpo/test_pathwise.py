@@ -45,7 +45,7 @@ def reward_gradient(trainer: GRPOTrainer) -> Tensor:
     state = path.latents[0]
     for step in range(path.steps):
         a, b, scale = path.transition.coefficients(path.sigma(step), path.next_sigma(step))
-        velocity = policy.velocity(state, path.told_sigma(step), rows)
+        velocity = policy.velocity(state, path.network_sigma(step), rows)
         state = expand(a, state) * state + expand(b, state) * velocity + expand(scale, state) * path.noise[step]
     sigma = path.next_sigma(path.steps - 1)
     last = FixedWeights.apply(state, policy, sigma.expand(path.batch).to(state), rows)  # type: ignore[no-untyped-call]

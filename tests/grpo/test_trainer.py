@@ -48,7 +48,7 @@ def plain_update(config: Any, update: int, backbone: Any, optimizer: torch.optim
     optimizer.zero_grad()
     loss = torch.zeros(())
     for step in range(drawn.steps):
-        velocity = policy.velocity(drawn.latents[step], drawn.told_sigma(step), torch.arange(len(prompts)))
+        velocity = policy.velocity(drawn.latents[step], drawn.network_sigma(step), torch.arange(len(prompts)))
         ratio = (step_log_prob(drawn, step, velocity) - drawn.log_probs[step]).exp()
         clipped = ratio.clamp(1 - 1e-4, 1 + 1e-4)
         loss = loss + torch.maximum(-advantages * ratio, -advantages * clipped).mean() / drawn.steps

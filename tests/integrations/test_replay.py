@@ -41,7 +41,7 @@ def stored(trajectory: Trajectory, **more: Any) -> dict[str, Any]:
 def velocities(policy: MlpField, trajectory: Trajectory) -> Tensor:
     with torch.no_grad():
         found = [
-            policy.velocity(trajectory.latents[j], trajectory.told_sigma(j), trajectory.rows)
+            policy.velocity(trajectory.latents[j], trajectory.network_sigma(j), trajectory.rows)
             for j in range(trajectory.steps)
         ]
     return torch.stack(found, 1)
@@ -221,7 +221,7 @@ def test_without_noise_the_gradient_is_exact_by_autograd() -> None:
     [
         ({"upstream": "closed_form"}, "upstream='closed_form' needs the rollout's noise"),
         ({"upstream": "interpolated"}, "upstream='interpolated' needs the rollout's noise"),
-        ({"plan": causal_plan(SCHEDULE[:6], [0, 3], predict=True)}, "'causal-predicted' has predicted knots"),
+        ({"plan": causal_plan(SCHEDULE[:6], [0, 3], predict=True)}, "'causal-predicted' has shifted knots"),
     ],
 )
 def test_what_needs_the_noise_is_refused_without_it(settings: dict[str, Any], message: str) -> None:

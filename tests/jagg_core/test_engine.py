@@ -210,7 +210,7 @@ def test_the_loss_is_the_loops() -> None:
     kl = 0.0
     for j in range(6):
         v, w = (
-            p.velocity(trajectory.latents[j], trajectory.told_sigma(j), trajectory.rows).detach()
+            p.velocity(trajectory.latents[j], trajectory.network_sigma(j), trajectory.rows).detach()
             for p in (policy, reference)
         )
         _, b, scale = DanceSDE(0.7).coefficients(trajectory.sigma(j), trajectory.next_sigma(j))
@@ -837,7 +837,7 @@ def test_a_predicted_knot_that_is_not_finite_never_reaches_the_gradient(upstream
     plan = causal_plan(trajectory.sigmas, [0, 3], predict=True)
     assert plan.knot_sigmas is not None
     policy.sigma = plan.knot_sigmas[0].item()
-    with pytest.raises(FloatingPointError, match="not finite at one of the predicted knots"):
+    with pytest.raises(FloatingPointError, match="not finite at one of the shifted knots"):
         gradient(policy, trajectory, ADVANTAGES, plan, OBJECTIVE, upstream, "joint")
     assert policy.inner.grad is None
 

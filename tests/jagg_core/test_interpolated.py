@@ -42,7 +42,7 @@ def test_it_is_its_formula(name: str, backward: str) -> None:
     full = full_weights(plan)
     before = make_before(trajectory)
     rows = trajectory.rows
-    now = [policy.velocity(trajectory.latents[j], trajectory.told_sigma(j), rows) for j in range(6)]
+    now = [policy.velocity(trajectory.latents[j], trajectory.network_sigma(j), rows) for j in range(6)]
     upstream = []
     for j in range(6):
         velocity = before[j] + sum(full[k, j] * (now[k].detach() - before[k]) for k in plan.knots)
@@ -60,7 +60,7 @@ def make_before(trajectory: Trajectory) -> list[torch.Tensor]:
     """The rollout's own velocities, from the policy that made it."""
     policy = MlpField()
     with torch.no_grad():
-        return [policy.velocity(trajectory.latents[j], trajectory.told_sigma(j), trajectory.rows) for j in range(6)]
+        return [policy.velocity(trajectory.latents[j], trajectory.network_sigma(j), trajectory.rows) for j in range(6)]
 
 
 def test_causal_plans_need_no_forward_beside_their_knots() -> None:
@@ -117,7 +117,7 @@ def retold(policy: MlpField, trajectory: Trajectory) -> Trajectory:
     with torch.no_grad():
         found = [
             step_log_prob(
-                trajectory, j, policy.velocity(trajectory.latents[j], trajectory.told_sigma(j), trajectory.rows)
+                trajectory, j, policy.velocity(trajectory.latents[j], trajectory.network_sigma(j), trajectory.rows)
             )
             for j in range(trajectory.steps)
         ]
@@ -128,7 +128,7 @@ def retold(policy: MlpField, trajectory: Trajectory) -> Trajectory:
     ("plan", "message"),
     [
         (lambda s: subsample_plan(s, 2, torch.Generator()), "weights sum to 1 for every step, found 0 to 3"),
-        (lambda s: causal_plan(s, [0, 3], predict=True), "not predicted knots"),
+        (lambda s: causal_plan(s, [0, 3], predict=True), "not shifted knots"),
     ],
     ids=["sum", "predicted"],
 )

@@ -63,7 +63,7 @@ def test_advantages_are_clipped() -> None:
     big, clipped = torch.full((4,), 7.0, dtype=torch.float64), torch.full((4,), 2.0, dtype=torch.float64)
     ours, expected = (upstream_closed_form(objective, trajectory, 1, a) for a in (big, clipped))
     assert torch.equal(ours.gradient, expected.gradient)
-    velocity = MlpField().velocity(trajectory.latents[1], trajectory.told_sigma(1), trajectory.rows)
+    velocity = MlpField().velocity(trajectory.latents[1], trajectory.network_sigma(1), trajectory.rows)
     autograd = upstream_autograd(objective, trajectory, 1, velocity, big)
     torch.testing.assert_close(autograd.gradient, expected.gradient, atol=1e-12, rtol=1e-9)
 
@@ -108,7 +108,7 @@ def test_settings_out_of_range_are_named(settings: dict[str, Any], message: str)
 
 def velocity_at(policy: MlpField, trajectory: Trajectory, step: int) -> Tensor:
     """Detached velocity of ``policy`` at a step of the rollout."""
-    return policy.velocity(trajectory.latents[step], trajectory.told_sigma(step), trajectory.rows).detach()
+    return policy.velocity(trajectory.latents[step], trajectory.network_sigma(step), trajectory.rows).detach()
 
 
 @each_kernel
@@ -289,7 +289,7 @@ def test_the_kl_of_log_ratios_needs_no_reference(kernel: Transition) -> None:
 def test_upstream_gradients_carry_no_graph() -> None:
     policy = MlpField()
     trajectory = make_rollout(policy)
-    velocity = policy.velocity(trajectory.latents[0], trajectory.told_sigma(0), trajectory.rows)
+    velocity = policy.velocity(trajectory.latents[0], trajectory.network_sigma(0), trajectory.rows)
     found = upstream_autograd(ClippedSurrogate(), trajectory, 0, velocity, ADVANTAGES)
     assert velocity.requires_grad
     for tensor in (found.gradient, found.loss, found.log_ratio):

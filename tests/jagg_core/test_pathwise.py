@@ -43,7 +43,7 @@ def replayed(field: nn.Module, trajectory: Trajectory, start: Tensor, from_step:
     state, rows = start, trajectory.rows
     for step in range(from_step, trajectory.steps):
         a, b, scale = trajectory.transition.coefficients(trajectory.sigma(step), trajectory.next_sigma(step))
-        velocity = field.velocity(state, trajectory.told_sigma(step), rows)
+        velocity = field.velocity(state, trajectory.network_sigma(step), rows)
         state = a * state + b * velocity + scale * trajectory.noise[step]
     sigma = trajectory.next_sigma(trajectory.steps - 1)
     return state + length * field.velocity(state, sigma.expand(len(state)), rows)
@@ -173,7 +173,7 @@ def expected_products(
         score = upstream_closed_form(objective, trajectory, step, advantages).gradient
         pair = []
         for upstream in (score, pathwise[step]):
-            velocity = field.velocity(trajectory.latents[knot], trajectory.told_sigma(knot), trajectory.rows)
+            velocity = field.velocity(trajectory.latents[knot], trajectory.network_sigma(knot), trajectory.rows)
             gradients = torch.autograd.grad(velocity, list(field.parameters()), weight * upstream)
             pair.append(torch.cat([g.flatten() for g in gradients]))
         found[knot, step] = (pair[0], pair[1])

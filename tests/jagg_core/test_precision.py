@@ -98,7 +98,7 @@ def test_log_probs_in_fp32_are_those_of_fp64(kernel: Transition) -> None:
     trajectory = make_rollout(policy, transition=kernel, dtype=torch.float32)
     for step in range(trajectory.steps):
         z, after = trajectory.latents[step].double(), trajectory.next_latents[step].double()
-        velocity = policy.velocity(trajectory.latents[step], trajectory.told_sigma(step), trajectory.rows).detach()
+        velocity = policy.velocity(trajectory.latents[step], trajectory.network_sigma(step), trajectory.rows).detach()
         mean, scale = kernel_step(kernel, z, velocity.double(), trajectory.sigma(step), trajectory.next_sigma(step))
         expected = kernel_log_prob(kernel, after, mean, scale)
         found = step_log_prob(trajectory, step, velocity)
@@ -113,7 +113,7 @@ def test_a_bf16_network_is_stepped_in_fp32() -> None:
     latents = initial_latents(SHAPE, 3, range(4))
     trajectory = rollout(policy, dance_schedule(7), DanceSDE(0.7), latents, seed=3)
     for step in range(6):
-        velocity = policy.velocity(trajectory.latents[step], trajectory.told_sigma(step), trajectory.rows).detach()
+        velocity = policy.velocity(trajectory.latents[step], trajectory.network_sigma(step), trajectory.rows).detach()
         assert velocity.dtype == torch.bfloat16
         mean, scale = kernel_step(
             DanceSDE(0.7),

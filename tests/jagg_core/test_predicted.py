@@ -33,7 +33,7 @@ def test_the_rollouts_velocity_comes_back_without_a_forward(transition: Transiti
     field = MlpField()
     trajectory = rollout(field, dance_schedule(11), transition, LATENTS, seed=5)
     for step in range(trajectory.steps):
-        expected = field.velocity(trajectory.latents[step], trajectory.told_sigma(step), trajectory.rows)
+        expected = field.velocity(trajectory.latents[step], trajectory.network_sigma(step), trajectory.rows)
         torch.testing.assert_close(trajectory.velocity(step), expected.detach(), rtol=1e-10, atol=1e-10)
 
 

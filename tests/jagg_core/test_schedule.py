@@ -183,7 +183,7 @@ def test_sigma_reaches_the_network_in_fp32(dtype: torch.dtype) -> None:
     assert all(told.dtype == torch.float32 and told.shape == (2,) for told in policy.told)
     for step, timestep in ((1, 978.2609), (7, 681.8182)):
         assert policy.told[step].tolist() == pytest.approx([timestep / 1000] * 2, abs=1e-7)
-        assert torch.equal(trajectory.told_sigma(step), policy.told[step])
+        assert torch.equal(trajectory.network_sigma(step), policy.told[step])
 
 
 @pytest.mark.parametrize("mode", ["float", "trunc_fp32", "trunc_fp64", "round"])
@@ -191,7 +191,7 @@ def test_a_replay_tells_what_the_rollout_told(mode: TimestepMode) -> None:
     policy = Listener(elements=4)
     latents = torch.zeros(2, 4, dtype=torch.float64)
     trajectory = rollout(policy, dance_schedule(10), DanceSDE(0.3), latents, seed=0, timestep_mode=mode)
-    assert torch.equal(torch.stack([trajectory.told_sigma(j) for j in range(9)]), torch.stack(policy.told[:9]))
+    assert torch.equal(torch.stack([trajectory.network_sigma(j) for j in range(9)]), torch.stack(policy.told[:9]))
     assert policy.told[9][0].item() == {"float": dance_schedule(10)[9].item(), "trunc_fp64": 0.249}.get(mode, 0.25)
     assert torch.equal(trajectory.sigmas, dance_schedule(10)[:9]), "steps are taken with the exact sigma in any mode"
 

@@ -253,7 +253,7 @@ def test_select_may_differ_between_samples() -> None:
         assert torch.equal(some.sigmas[row], alone.sigmas)
         assert torch.equal(some.next_sigmas[row], alone.next_sigmas)
         for position in range(3):
-            assert some.told_sigma(position)[row] == whole.told_sigma(int(steps[row, position]))[row]
+            assert some.network_sigma(position)[row] == whole.network_sigma(int(steps[row, position]))[row]
             assert torch.equal(some.mean(position)[row], alone.mean(position)[row])
 
 

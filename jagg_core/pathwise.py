@@ -88,6 +88,19 @@ def adjoint_sweep(
         ReplayMismatch: the deterministic steps do not arrive at the stored final samples.
         FloatingPointError: a gradient is not finite; names the place. It comes after the last product, for other ranks
             make as many.
+
+    Example:
+        >>> import torch
+        >>> from jagg_core import DanceSDE, dance_schedule, initial_latents, rollout
+        >>> class Scaled(torch.nn.Linear):
+        ...     def velocity(self, latents, sigma, rows):
+        ...         return self(latents)
+        >>> policy = Scaled(4, 4)
+        >>> noise = initial_latents((4,), seed=0, sample_ids=range(2))
+        >>> trajectory = rollout(policy, dance_schedule(7), DanceSDE(0.3), noise, seed=0)
+        >>> adjoint = adjoint_sweep(policy, trajectory, reward=lambda final: -final.square().mean(1))
+        >>> adjoint.gradients.shape, adjoint.rewards.shape
+        (torch.Size([6, 2, 4]), torch.Size([2]))
     """
     require_one_of("sweep", sweep, Sweep)
     if (sweep == "knots") != bool(knots):

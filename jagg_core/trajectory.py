@@ -308,6 +308,17 @@ def rollout(
         ValueError: a schedule that is no schedule, fewer than 2 steps, no samples, ids that do not match, a window
             that is empty or reaches the last step, or a graph of a step that is not kept.
         FloatingPointError: the velocity is not finite at some step.
+
+    Example:
+        >>> import torch
+        >>> from jagg_core import DanceSDE, dance_schedule, initial_latents, rollout
+        >>> class Decay:
+        ...     def velocity(self, latents, sigma, rows):
+        ...         return latents
+        >>> noise = initial_latents((1, 4, 4), seed=0, sample_ids=range(2))
+        >>> trajectory = rollout(Decay(), dance_schedule(5), DanceSDE(0.3), noise, seed=0)
+        >>> trajectory.latents.shape, trajectory.final.shape
+        (torch.Size([4, 2, 1, 4, 4]), torch.Size([2, 1, 4, 4]))
     """
     sigmas = check_sigmas(sigmas)
     if sigmas.ndim != 1 or len(sigmas) < 3:

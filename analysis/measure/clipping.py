@@ -61,7 +61,7 @@ def measure(
             "unclipped": cosine(gradient(backbone, batch, plan, UNCLIPPED, "keep")[0], free),
         }
         for rule in ("keep", "exact"):
-            found, report = gradient(backbone, batch, plan, clip_range, rule)  # type: ignore[arg-type]
+            found, report = gradient(backbone, batch, plan, clip_range, rule)
             figures |= {rule: cosine(found, truth), f"{rule} passes": report.passes}
         yield figures
         gradient(backbone, batch, exact, clip_range, "keep")

@@ -79,6 +79,23 @@ def accumulate_gradients(
         FloatingPointError: a velocity is not finite. As after an `OffPolicyError` at a later knot, ``.grad`` may then
             hold the passes before it: zero it. On several ranks it comes after the last pass, and ``.grad`` is not
             finite, for the other ranks make as many passes.
+
+    Example:
+        >>> import torch
+        >>> from jagg_core import ClippedSurrogate, DanceSDE, accumulate_gradients, causal_plan, dance_schedule
+        >>> from jagg_core import initial_latents, rollout
+        >>> class Scaled(torch.nn.Linear):
+        ...     def velocity(self, latents, sigma, rows):
+        ...         return self(latents)
+        >>> policy = Scaled(4, 4)
+        >>> noise = initial_latents((4,), seed=0, sample_ids=range(2))
+        >>> trajectory = rollout(policy, dance_schedule(7), DanceSDE(0.3), noise, seed=0)
+        >>> plan = causal_plan(trajectory.sigmas, knots=[0, 3])
+        >>> report = accumulate_gradients(policy, trajectory, torch.tensor([1.0, -1.0]), plan, ClippedSurrogate())
+        >>> report.passes, report.forwards, report.upstream
+        (2, 2, 'closed_form')
+        >>> policy.weight.grad.shape
+        torch.Size([4, 4])
     """
     source: Source | None = None
     mode: UpstreamMode | Literal["given"] = "given"

@@ -94,7 +94,7 @@ class HostPolicy:
         if isinstance(velocity, tuple) != (self.guidance is not None):
             given = "a pair" if isinstance(velocity, tuple) else "one velocity"
             raise ValueError(f"guidance is {self.guidance}, but the policy's function gives {given}")
-        return guided(*velocity, self.guidance) if self.guidance is not None else velocity  # type: ignore[return-value]
+        return guided(velocity[0], velocity[1], self.guidance) if self.guidance is not None else velocity  # type: ignore[return-value]
 
     def parameters(self) -> list[Tensor]:
         """Returns the parameters as given."""

@@ -99,6 +99,14 @@ def jagg_plan(sigmas: Tensor, window: int = 5, jagg_frac: float = 0.6, weighting
 
     Raises:
         ValueError: a setting out of range.
+
+    Example:
+        >>> import torch
+        >>> plan = jagg_plan(torch.tensor([0.9, 0.8, 0.6, 0.5, 0.3]), window=4, jagg_frac=1.0)
+        >>> plan.knots
+        (0, 3, 4)
+        >>> plan.weights[0].round(decimals=2)
+        tensor([1.0000, 0.7500, 0.2500, 0.0000, 0.0000], dtype=torch.float64)
     """
     require_one_of("weighting", weighting, Weighting)
     sigmas = check_sigmas(sigmas)
@@ -180,6 +188,15 @@ def causal_plan(sigmas: Tensor, knots: Sequence[int], predict: bool = False) -> 
 
     Raises:
         ValueError: bad knots.
+
+    Example:
+        >>> import torch
+        >>> plan = causal_plan(torch.tensor([0.9, 0.8, 0.6, 0.5]), knots=[0, 2])
+        >>> plan.weights
+        tensor([[1., 1., 0., 0.],
+                [0., 0., 1., 1.]], dtype=torch.float64)
+        >>> plan.passes, plan.anticipating
+        (2, False)
     """
     sigmas = check_sigmas(sigmas)
     steps = sigmas.shape[-1]

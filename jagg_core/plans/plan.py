@@ -124,6 +124,12 @@ class Plan:
 
         Raises:
             ValueError: sigmas that are no schedule, bad knots, weights of another shape or not finite.
+
+        Example:
+            >>> import torch
+            >>> plan = Plan.from_weights(torch.tensor([0.9, 0.6, 0.3]), [1], torch.ones(1, 3), "middle")
+            >>> plan.name, plan.passes, plan.anticipating
+            ('middle', 1, True)
         """
         return cls(tuple(knots), weights, sigmas, name)
 

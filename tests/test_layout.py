@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator
@@ -174,3 +175,19 @@ def test_a_good_import_passes(path: str, source: str, tmp_path: Path) -> None:
     file.parent.mkdir(parents=True)
     file.write_text(source)
     assert violations(tmp_path, {"torch"}) == []
+
+
+def test_reports_run_no_network() -> None:
+    """What turns records into pages imports nothing that rolls out or differentiates."""
+    found = []
+    for path in sorted((ROOT / "analysis" / "report").rglob("*.py")):
+        package = ".".join(path.parent.relative_to(ROOT).parts)
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        found += [f"{path.name}: {i.module}" for i in imports(tree, package) if i.module.startswith("analysis.measure")]
+    assert found == []
+
+
+def test_checking_a_record_needs_no_plotting_library() -> None:
+    code = "import sys, analysis.report.checked; print([m for m in ('matplotlib', 'seaborn') if m in sys.modules])"
+    out = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert out.stdout.strip() == "[]"

@@ -22,18 +22,10 @@ from analysis.measure.job import Job
 from analysis.measure.knot_search import Knots
 from analysis.measure.rivals import per_sample, rivals
 from analysis.measure.rollouts import Recipe, check_prompts, rollout_seed
-from analysis.measure.signal_gradients import (
-    CENTRINGS,
-    PER_PROMPT,
-    SIDE_PASSES,
-    bank_rows,
-    contenders,
-    core,
-    products,
-    stored_products,
-    suspects,
-)
+from analysis.measure.signal_gradients import SIDE_PASSES, bank_rows, contenders, core, suspects
 from analysis.measure.study import Study
+from analysis.statistics.learning_signal import products, stored_products
+from analysis.statistics.names import CENTRINGS, PER_PROMPT
 from jagg_core import Plan, accumulate_gradients
 from jagg_core.checks import require_at_least
 from jagg_core.records import Record, recorded

@@ -9,9 +9,10 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from analysis.measure.knot_search import PLANS, Knots
+from analysis.measure.knot_search import Knots
+from analysis.statistics.names import grouped_name
 from jagg_core import Plan, causal_plan, endpoint_plan, exact_plan, jagg_plan, subsample_plan
-from jagg_core.plans import groups_of, routed_groups
+from jagg_core.plans import estimators, find_estimator, groups_of, routed_groups
 from jagg_core.seeding import generator_for
 
 COMPARED_PASSES = (8, 5)
@@ -83,12 +84,6 @@ def _one(name: str, label: str, family: str, plan: Plan, **settings: Any) -> Est
     return Estimator(name, label, family, (plan,), settings)
 
 
-def grouped_name(steps: int, family: str, window: int, frac: float) -> str:
-    """Name of a grouped estimator, by the share of groups that it routes: fractions that route as many are one plan."""
-    groups = len(groups_of(steps, window))
-    return f"{family}-w{window}-f{routed_groups(groups, frac) / groups:g}"
-
-
 def exact(sigmas: Tensor) -> Estimator:
     """The reference."""
     return _one("exact", "exact", "exact", exact_plan(sigmas))
@@ -124,7 +119,7 @@ def with_knots(sigmas: Tensor, family: str, knots: tuple[int, ...]) -> Estimator
     """Spline (linear weights) or causal plan on searched knots."""
     kind = "linear weights (spline)" if family == "spline" else family
     label = f"{kind}, {len(knots)} searched knots"
-    return _one(f"{family}-{len(knots)}", label, family, PLANS[family](sigmas, knots), knots=list(knots))
+    return _one(f"{family}-{len(knots)}", label, family, find_estimator(family).build(sigmas, knots), knots=list(knots))
 
 
 def predicted(sigmas: Tensor, knots: Knots, counts: Sequence[int]) -> list[Estimator]:
@@ -143,12 +138,12 @@ def headline(sigmas: Tensor, windows: tuple[int, ...], jagg_frac: float, knots: 
     chosen: list[Estimator] = []
     for window in windows:
         for frac in dict.fromkeys((jagg_frac, 1.0)):
-            chosen += [grouped(sigmas, family, window, frac) for family in ("jagg", "jagg-index", "endpoint")]
+            chosen += [grouped(sigmas, e.name, window, frac) for e in estimators(kind="groups")]
     steps = sigmas.shape[-1]
     budgets = sorted({e.passes for e in chosen} | {min(count, steps) for count in COMPARED_PASSES}, reverse=True)
     for passes in budgets:
         chosen.append(subsampled(sigmas, passes, seed))
-        chosen += [with_knots(sigmas, f, knots[f][passes]) for f in ("spline", "causal") if passes in knots[f]]
+        chosen += [with_knots(sigmas, f, knots[f][passes]) for f in knots if passes in knots[f]]
     return list({e.name: e for e in chosen}.values())
 
 
@@ -160,7 +155,7 @@ def pareto(sigmas: Tensor, windows: range, knots: Knots, passes: range) -> list[
             break
         groups = len(groups_of(sigmas.shape[-1], window))
         found += [grouped(sigmas, "jagg", window, routed / groups) for routed in range(1, groups + 1)]
-    for family in ("spline", "causal"):
+    for family in knots:
         found += [with_knots(sigmas, family, chosen) for count, chosen in knots[family].items() if count in passes]
     return [e for e in found if e.passes in passes]
 
@@ -175,7 +170,7 @@ def leak_suspects(
     rest = [grouped(sigmas, family, window, 1.0) for family in ("jagg-index", "endpoint")]
     draw = subsampled(sigmas, budget, seed)
     rest.append(replace(draw, settings={"draws": 1}))
-    rest += [with_knots(sigmas, f, knots[f][budget]) for f in ("spline", "causal") if budget in knots[f]]
+    rest += [with_knots(sigmas, f, knots[f][budget]) for f in knots if budget in knots[f]]
     return list({e.name: e for e in (exact(sigmas), *full, *rest)}.values())
 
 

@@ -20,12 +20,13 @@ from analysis.measure import estimators
 from analysis.measure.cache import Arrays, Store
 from analysis.measure.cross_table import CrossTable, collect_table, plan_gradients, reachable_pairs
 from analysis.measure.estimators import Estimator, mean_of_draws
-from analysis.measure.knot_search import PLANS, Knots, KnotSearch
+from analysis.measure.knot_search import Knots, KnotSearch, searched
 from analysis.measure.rollouts import Batch, Recipe, check_prompts, make_batch, rollout_seed
-from analysis.measure.similarity import METRICS, Similarity, cross_cosines, similarity, similarity_from_products
+from analysis.measure.similarity import Similarity, cross_cosines, similarity, similarity_from_products
 from analysis.measure.spaces import gram_matrix, inner_product_error
 from analysis.measure.study import Study
 from analysis.statistics.intervals import leak_test
+from analysis.statistics.names import METRICS
 from analysis.statistics.parameter_kinds import ordered_blocks, parameter_blocks
 from jagg_core import ClippedSurrogate, Plan, exact_plan
 from jagg_core.backbones import Backbone, fingerprints_of, load_backbone
@@ -232,14 +233,14 @@ class Job:
                 "batches": len(tables),
                 **_accuracy(tables),
             }
-            for family, make in tqdm(PLANS.items(), desc=f"search knots, eta {eta:g}"):
+            for family, make in tqdm(searched().items(), desc=f"search knots, eta {eta:g}"):
                 search = KnotSearch(tables, self.sigmas, make)
                 knots[family] = search.search()
                 cell.values[family] = {
                     str(k): {"knots": list(v), "cosine": search.score(v)} for k, v in knots[family].items()
                 }
         self.save()
-        return knots if len(knots) == len(PLANS) else None
+        return knots if len(knots) == len(searched()) else None
 
     def evaluate(self, eta: float, knots: Knots, more: Sequence[Estimator] = ()) -> None:
         """A cell per estimator: similarity to exact on held-out rollouts, whole update, every group and block.

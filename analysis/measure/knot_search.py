@@ -9,15 +9,18 @@ from torch import Tensor
 
 from analysis.measure.cross_table import CrossTable
 from analysis.measure.similarity import exact_vector
-from jagg_core import Plan, causal_plan, spline_plan
+from jagg_core import Plan
+from jagg_core.plans import estimators
 
 MakePlan = Callable[[Tensor, Sequence[int]], Plan]
 
 Knots = dict[str, dict[int, tuple[int, ...]]]
 """Knots by family and number of passes."""
 
-PLANS: dict[str, MakePlan] = {"causal": causal_plan, "spline": spline_plan}
-"""Constructors whose knots can be searched. The first knot is always 0: a causal plan then has no lead-in."""
+
+def searched() -> dict[str, MakePlan]:
+    """Constructors whose knots are searched, by name. The first knot is always 0: causal plans then have no lead-in."""
+    return {estimator.name: estimator.build for estimator in estimators(searched=True)}
 
 
 class KnotSearch:

@@ -9,6 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from analysis.statistics.names import USUAL
 from jagg_core import Trajectory, Transition, VelocityPolicy, group_advantages, initial_latents, rollout
 from jagg_core.backbones import Backbone, ScheduleName, check_schedule, schedule_of
 from jagg_core.checks import require_at_least, require_one_of
@@ -16,9 +17,6 @@ from jagg_core.rewards import Reward, score
 from jagg_core.schedule import TimestepMode
 from jagg_core.seeding import derive_seed, generator_for
 from jagg_core.transitions import TRANSITIONS
-
-USUAL = {"transition": "dance", "timestep_mode": "float"}
-"""What rollouts have where a record, or the key of a stored table, does not name it."""
 
 
 @dataclass(frozen=True)

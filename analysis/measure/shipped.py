@@ -10,15 +10,12 @@ import torch
 from torch import Tensor
 
 from analysis.measure.estimators import Estimator, with_knots
+from analysis.statistics.names import COMPARED_PASSES, COMPARED_WINDOWS
 from jagg_core.records import RecordError, read_json
 
 FOLDER = Path(__file__).resolve().parents[2] / "results" / "reference"
 PASSES = (10, 8, 6, 5)
 """Of the shipped causal plans that the main job judges again."""
-COMPARED_PASSES = (8, 5)
-"""Of the causal plans that stand side by side for all shipped calibrations."""
-COMPARED_WINDOWS = (4, 5)
-"""Of the paper's rule, likewise."""
 
 
 def path(backbone: str, eta: float) -> Path:

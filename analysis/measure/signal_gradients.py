@@ -6,10 +6,8 @@ have inner products and a bank has the same size for every model.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -17,21 +15,20 @@ from analysis.measure import estimators
 from analysis.measure.cross_table import WHOLE, choose_space, empty_rows
 from analysis.measure.estimators import Estimator
 from analysis.measure.gradients import differentiate, on_policy_upstream, plan_passes, trained_parameters
-from analysis.measure.knot_search import Knots
+from analysis.measure.knot_search import Knots, searched
 from analysis.measure.rollouts import Batch
-from analysis.statistics.learning_signal import Products
+from analysis.statistics.names import PER_PROMPT, grouped_name
 from jagg_core import ClippedSurrogate, group_advantages
 from jagg_core.distributed import Sharding
 from jagg_core.plans import groups_of
 
-PER_PROMPT = "per prompt"
-CENTRINGS: dict[str, Callable[[Batch], Tensor]] = {
+ADVANTAGES: dict[str, Callable[[Batch], Tensor]] = {
     PER_PROMPT: lambda batch: batch.advantages,
     "global": lambda batch: group_advantages(batch.rewards, torch.zeros_like(batch.rewards, dtype=torch.long)),
     "none": lambda batch: batch.rewards,
     "ones": lambda batch: torch.ones_like(batch.rewards),
 }
-"""Advantages from rewards: DanceGRPO's, over the whole batch, the raw rewards, and 1 whatever the reward (the leak)."""
+"""By `CENTRINGS`: DanceGRPO's, over the whole batch, the raw rewards, and 1 whatever the reward (the leak)."""
 
 
 SIDE_PASSES = (8, 5)
@@ -62,9 +59,9 @@ def contenders(sigmas: Tensor, windows: Sequence[int], knots: Knots) -> list[Est
 def suspects(chosen: Sequence[Estimator], sigmas: Tensor, windows: Sequence[int], jagg_frac: float) -> list[Estimator]:
     """Those whose bias is looked for under every centring: one of each kind at two prices, and the paper's recipe."""
     steps = sigmas.shape[-1]
-    names = ["exact", *(estimators.grouped_name(steps, "jagg", window, 1.0) for window in windows[:2])]
-    names.append(estimators.grouped_name(steps, "jagg", windows[0], jagg_frac))
-    names += [f"{family}-{k}" for family in ("causal", "spline") for k in SIDE_PASSES]
+    names = ["exact", *(grouped_name(steps, "jagg", window, 1.0) for window in windows[:2])]
+    names.append(grouped_name(steps, "jagg", windows[0], jagg_frac))
+    names += [f"{family}-{k}" for family in searched() for k in SIDE_PASSES]
     return [e for e in chosen if e.name in names]
 
 
@@ -85,7 +82,7 @@ def bank_rows(
     sharding = Sharding(parameters)
     passes, combines = [], []
     for centring, some in chosen.items():
-        advantages = CENTRINGS[centring](batch)
+        advantages = ADVANTAGES[centring](batch)
         upstream = on_policy_upstream(batch.policy, batch.trajectory, advantages, objective)
         found, combine = plan_passes([e.plans[0] for e in some], batch.trajectory, upstream)
         passes += found
@@ -95,33 +92,3 @@ def bank_rows(
     differentiate(batch.policy, sharding, passes, space, rows, workers, progress)
     combine = torch.block_diag(*(torch.from_numpy(c) for c in combines))
     return combine.to(rows) @ space.finish(rows).flatten(1)
-
-
-def products(rows: np.ndarray, exact: np.ndarray) -> Products:
-    """Inner products over batches of an estimator's rows ``[m, dimension]`` and of exact's ``[n, dimension]``."""
-    rows, exact = rows.astype(np.float64), exact.astype(np.float64)
-    return Products(exact @ exact.T, rows @ exact.T, rows @ rows.T)
-
-
-def stored_products(found: Products, of_exact: bool) -> dict[str, list[float | None]]:
-    """Inner products as samples of a record: upper triangle of the estimator's own, and row by row those with exact.
-
-    Six digits are more than statistics over batches need. Products ``of_exact`` itself have no ``cross``: it is ``own``
-    but for the rounding of another sum.
-    """
-    own = found.own[np.triu_indices(found.m)]
-    samples = {"own": own} if of_exact else {"own": own, "cross": found.cross.flatten()}
-    return {name: [float(f"{value:.6g}") for value in values.tolist()] for name, values in samples.items()}
-
-
-def read_products(samples: Mapping[str, Sequence[float | None]], exact: np.ndarray | None = None) -> Products:
-    """What `stored_products` was made of. ``exact``: its inner products ``[n, n]``; None if these are exact's."""
-    stored = np.array(samples["own"], dtype=np.float64)
-    side = (math.isqrt(8 * len(stored) + 1) - 1) // 2
-    upper = np.zeros((side, side))
-    upper[np.triu_indices(side)] = stored
-    own = upper + np.triu(upper, 1).T
-    exact = own if exact is None else exact
-    if "cross" not in samples:
-        return Products(exact, exact, own)
-    return Products(exact, np.array(samples["cross"], dtype=np.float64).reshape(side, len(exact)), own)

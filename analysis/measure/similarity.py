@@ -9,13 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from analysis.measure.cross_table import CrossTable
-from analysis.statistics.intervals import Scale
 from jagg_core import Plan
-
-SCALES: dict[str, Scale] = {"cosine": "cosine", "rel_error": "positive", "norm_ratio": "positive"}
-"""Fields of `Similarity`, with the scale on which the interval of their mean is taken."""
-
-METRICS = tuple(SCALES)
 
 
 @dataclass(frozen=True)

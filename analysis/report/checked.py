@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from analysis.report.figures import STYLES
+from analysis.statistics.names import families
 from jagg_core.records import Record, RecordError
 
 
@@ -53,7 +53,7 @@ NUMBER, COUNT, TEXT, TRUTH = (
 NUMBERS, COUNTS = ("a list of numbers", _list_of(_is_number)), ("a list of integers", _list_of(_is(int)))
 TEXTS, MAPPING = ("a list of texts", _list_of(_is(str))), ("an object", _is(dict))
 
-FAMILY = (f"one of {sorted(STYLES)}", lambda value: isinstance(value, str) and value in STYLES)
+FAMILY = (f"one of {families()}", lambda value: isinstance(value, str) and value in families())
 
 Expected = dict[str, tuple[str, Callable[[Any], bool]]]
 

@@ -17,28 +17,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
+from analysis.statistics.names import families, family_label, family_style
 from analysis.statistics.parameter_kinds import ordered_blocks
-
-STYLES: dict[str, tuple[str, str, str]] = {
-    "jagg": ("#c0392b", "o", "-"),
-    "jagg-index": ("#e59866", "s", "--"),
-    "endpoint": ("#7f8c8d", "v", ":"),
-    "subsample": ("#8e44ad", "x", "-."),
-    "spline": ("#2980b9", "^", "--"),
-    "causal": ("#1e8449", "D", "-"),
-    "causal-predicted": ("#145a32", "P", ":"),
-    "causal-shipped": ("#52be80", "d", "--"),
-    "window": ("#b7950b", "s", ":"),
-    "half": ("#873600", "<", ":"),
-    "exact": ("black", "*", "-"),
-}
-"""Colour, marker and line of each family."""
-
-PARETO_LABELS = {
-    "jagg": "JAGG (paper), best of every W and fraction",
-    "spline": "linear weights, searched knots (spline)",
-    "causal": "causal, searched knots",
-}
+from jagg_core.plans import ESTIMATORS, estimators
 
 ARM_LABELS = {
     "exact-again": "exact, timed again (noise floor)",
@@ -57,6 +38,11 @@ ARM_LABELS = {
     "subsample": "random steps, as many passes as JAGG",
 }
 """Arms of a group, and ways to make an update; see `arm_label`."""
+
+
+def in_groups() -> list[str]:
+    """Lists the estimators that take a window."""
+    return [e.name for e in estimators(kind="groups")]
 
 
 def arm_label(name: str) -> str:
@@ -81,7 +67,7 @@ def style() -> Iterator[None]:
 
 
 def _line(axes: Axes, x: pd.Series, data: pd.DataFrame, family: str, label: str) -> None:
-    colour, marker, line = STYLES[family]
+    colour, marker, line = family_style(family)
     axes.plot(x, data["cosine"], color=colour, marker=marker, linestyle=line, markersize=4, label=label)
     axes.fill_between(x, data["cosine_low"].astype(float), data["cosine_high"].astype(float), color=colour, alpha=0.15)
 
@@ -108,12 +94,12 @@ def cosine_per_group(table: pd.DataFrame, window: int) -> Figure:
         figure, panels = panels_by_eta(table)
         for eta, axes in panels.items():
             part = table[(table["eta"] == eta) & (table["window"] == window)]
-            grouped = [f"{family}-w{window}-f1" for family in ("jagg", "jagg-index", "endpoint")]
+            grouped = [f"{family}-w{window}-f1" for family in in_groups()]
             # all three take the same number; a cell may have failed
             budget = part.loc[part["estimator"].isin(grouped), "passes"].max()
-            for family in STYLES:
+            for family in families():
                 data = part[(part["family"] == family) & (part["passes"] == budget)]
-                if family in ("jagg", "jagg-index", "endpoint"):
+                if family in in_groups():
                     data = data[data["estimator"].isin(grouped)]
                 if len(data):
                     _line(axes, data["group"], data, family, data["label"].iloc[0])
@@ -132,10 +118,12 @@ def pareto_front(table: pd.DataFrame, paper: str) -> Figure:
         for eta, axes in panels.items():
             # a logarithmic axis cannot show the plans that are exact
             part = table[(table["eta"] == eta) & (table["cosine"] < 1 - 1e-9)]
-            for family in ("jagg", "spline", "causal"):
+            for family in [e.name for e in estimators(in_front=True)]:
                 data = part[part["best"] & (part["family"] == family)].sort_values("passes")
-                colour, marker, line = STYLES[family]
-                label = PARETO_LABELS[family]
+                colour, marker, line = family_style(family)
+                label = family_label(family)
+                if ESTIMATORS[family].kind == "groups":
+                    label += ", best of every W and fraction"
                 loss = 1 - data["cosine"]
                 axes.semilogy(
                     data["passes"], loss, color=colour, marker=marker, linestyle=line, markersize=4, label=label
@@ -229,7 +217,9 @@ def knot_placement(table: pd.DataFrame, schedule: list[float]) -> Figure:
 
 def block_heat_map(table: pd.DataFrame) -> Figure:
     """Cosine of the whole update in each block of parameters, a row per estimator that is not exact."""
-    table = table[(table["eta"] == table["eta"].max()) & table["family"].isin(["jagg", "spline", "causal"])]
+    table = table[
+        (table["eta"] == table["eta"].max()) & table["family"].isin([e.name for e in estimators(in_front=True)])
+    ]
     # another fraction that routes as many groups is the same plan under the same label
     table = table.sort_values(["passes", "family"], ascending=[False, True]).drop_duplicates(["label", "block"])
     wide = table.pivot(index="label", columns="block", values="cosine").astype(float).loc[table["label"].unique()]

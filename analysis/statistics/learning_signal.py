@@ -11,7 +11,7 @@ so a larger batch must hold as many times more prompts. Samples added to the sam
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -344,3 +344,33 @@ def verdict(loss: Interval, target: float) -> Verdict:
     if loss.high < target:
         return "kept"
     return "lost" if loss.low > target else "cannot be told apart"
+
+
+def products(rows: np.ndarray, exact: np.ndarray) -> Products:
+    """Inner products over batches of an estimator's rows ``[m, dimension]`` and of exact's ``[n, dimension]``."""
+    rows, exact = rows.astype(np.float64), exact.astype(np.float64)
+    return Products(exact @ exact.T, rows @ exact.T, rows @ rows.T)
+
+
+def stored_products(found: Products, of_exact: bool) -> dict[str, list[float | None]]:
+    """Inner products as samples of a record: upper triangle of the estimator's own, and row by row those with exact.
+
+    Six digits are more than statistics over batches need. Products ``of_exact`` itself have no ``cross``: it is ``own``
+    but for the rounding of another sum.
+    """
+    own = found.own[np.triu_indices(found.m)]
+    samples = {"own": own} if of_exact else {"own": own, "cross": found.cross.flatten()}
+    return {name: [float(f"{value:.6g}") for value in values.tolist()] for name, values in samples.items()}
+
+
+def read_products(samples: Mapping[str, Sequence[float | None]], exact: np.ndarray | None = None) -> Products:
+    """What `stored_products` was made of. ``exact``: its inner products ``[n, n]``; None if these are exact's."""
+    stored = np.array(samples["own"], dtype=np.float64)
+    side = (math.isqrt(8 * len(stored) + 1) - 1) // 2
+    upper = np.zeros((side, side))
+    upper[np.triu_indices(side)] = stored
+    own = upper + np.triu(upper, 1).T
+    exact = own if exact is None else exact
+    if "cross" not in samples:
+        return Products(exact, exact, own)
+    return Products(exact, np.array(samples["cross"], dtype=np.float64).reshape(side, len(exact)), own)

@@ -85,15 +85,6 @@ ESTIMATORS: dict[str, Estimator] = {
             "subsample", "random steps", "random", subsample_plan, looks_ahead=False, style=("#8e44ad", "x", "-.")
         ),
         Estimator(
-            "spline",
-            "linear weights, searched knots",
-            "knots",
-            spline_plan,
-            looks_ahead=True,
-            style=("#2980b9", "^", "--"),
-            in_front=True,
-        ),
-        Estimator(
             "causal",
             "causal, searched knots",
             "knots",
@@ -102,6 +93,15 @@ ESTIMATORS: dict[str, Estimator] = {
             style=("#1e8449", "D", "-"),
             in_front=True,
             recommended=True,
+        ),
+        Estimator(
+            "spline",
+            "linear weights, searched knots",
+            "knots",
+            spline_plan,
+            looks_ahead=True,
+            style=("#2980b9", "^", "--"),
+            in_front=True,
         ),
         Estimator(
             "causal-predicted",
@@ -155,7 +155,7 @@ def find_estimator(name: str) -> Estimator:
     return register_estimator(Estimator(title, title, "knots", named, looks_ahead=True, in_front=True))
 
 
-def estimators(**wanted: bool) -> Iterable[Estimator]:
+def estimators(**wanted: bool | str) -> Iterable[Estimator]:
     """Yields the registered estimators with these properties, in the registry's order."""
     for estimator in ESTIMATORS.values():
         if all(getattr(estimator, name) == value for name, value in wanted.items()):

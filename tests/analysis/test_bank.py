@@ -15,16 +15,9 @@ from analysis.measure.estimators import Estimator, distinct, exact, grouped, pre
 from analysis.measure.knot_search import Knots
 from analysis.measure.rivals import per_sample, rivals
 from analysis.measure.rollouts import Batch
-from analysis.measure.signal_gradients import (
-    CENTRINGS,
-    PER_PROMPT,
-    bank_rows,
-    contenders,
-    core,
-    products,
-    stored_products,
-    suspects,
-)
+from analysis.measure.signal_gradients import bank_rows, contenders, core, suspects
+from analysis.statistics.learning_signal import products, stored_products
+from analysis.statistics.names import CENTRINGS, PER_PROMPT
 from jagg_core import ClippedSurrogate, dance_schedule, group_advantages
 from tests.jagg_core.fields import MlpField, gradient, make_rollout
 
@@ -96,11 +89,11 @@ def test_centrings_are_different_gradients(field: MlpField) -> None:
     found = bank_rows(batch, ClippedSurrogate(), {c: [exact(SIGMAS)] for c in CENTRINGS}, DIMENSION, 9, 1)
     cosines = torch.corrcoef(found)
     assert (cosines - torch.eye(4)).abs().max() < 0.99
-    assert list(CENTRINGS) == list(ADVANTAGES)
+    assert list(CENTRINGS) == list(ADVANTAGES) == list(signal_gradients.ADVANTAGES)
     for row, (name, make) in zip(found, ADVANTAGES.items(), strict=True):
         alone = bank_rows(batch, ClippedSurrogate(), {name: [exact(SIGMAS)]}, DIMENSION, 9, 1)
         torch.testing.assert_close(row, alone[0], rtol=1e-10, atol=1e-14)
-        assert torch.equal(CENTRINGS[name](batch), make(batch))
+        assert torch.equal(signal_gradients.ADVANTAGES[name](batch), make(batch))
 
 
 def test_ones_do_not_ask_the_reward(field: MlpField) -> None:

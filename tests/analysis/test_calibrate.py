@@ -22,11 +22,11 @@ from analysis.measure import calibrate, job
 from analysis.measure.calibrate import Calibrate, collect, round_order, run
 from analysis.measure.job import NotReproducible, fresh_lora_note
 from analysis.measure.rollouts import Batch, Recipe
-from analysis.measure.signal_gradients import read_products
 from analysis.report import figures
 from analysis.report.fidelity.recommendation import calibration
 from analysis.report.fidelity.signal_tables import signal
 from analysis.report.write import write_report
+from analysis.statistics.learning_signal import read_products
 from jagg_core import Plan, causal_plan
 from jagg_core.backbones import BackboneEntry, load_backbone, registry
 from jagg_core.records import Cell, Record, plain, read_json, write_json

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from analysis.measure.similarity import METRICS
 from analysis.report.fidelity.recommendation import calibration, fewest_passes, lines_to_paste, recommend
 from analysis.statistics.intervals import mean_interval
+from analysis.statistics.names import METRICS
 from jagg_core import DanceSDE, Plan, ReplayMismatch, Trajectory, causal_plan, dance_schedule, rollout
 from jagg_core.grpo.command import configure
 from jagg_core.records import Cell, Record, RecordError, write_json

@@ -12,7 +12,6 @@ from analysis.measure.estimators import (
     Estimator,
     exact,
     grouped,
-    grouped_name,
     headline,
     leak_suspects,
     mean_of_draws,
@@ -21,6 +20,7 @@ from analysis.measure.estimators import (
     subsampled,
     with_knots,
 )
+from analysis.statistics.names import grouped_name
 from jagg_core import dance_schedule
 from jagg_core.records import plain
 

@@ -9,14 +9,14 @@ import pytest
 import torch
 
 from analysis.measure.cross_table import CrossTable, collect_table, reachable_pairs
-from analysis.measure.knot_search import PLANS, KnotSearch
+from analysis.measure.knot_search import KnotSearch, searched
 from analysis.measure.similarity import similarity
 from jagg_core import ClippedSurrogate, causal_plan, dance_schedule, spline_plan
 from tests.jagg_core.fields import ADVANTAGES, MlpField, make_rollout
 
 PAIRS = reachable_pairs(7)
 SIGMAS = dance_schedule(8)[:-2]
-each_family = pytest.mark.parametrize("family", PLANS)
+each_family = pytest.mark.parametrize("family", searched())
 
 
 def table_of(jacobians: np.ndarray, seed: int) -> CrossTable:
@@ -39,7 +39,7 @@ def drifting(steps: int, seed: int) -> np.ndarray:
 @pytest.mark.parametrize("seed", range(4))
 def test_the_search_finds_the_best_of_all_subsets(family: str, seed: int) -> None:
     tables = [table_of(drifting(7, seed), 10 * seed + n) for n in range(2)]
-    search = KnotSearch(tables, SIGMAS, PLANS[family])
+    search = KnotSearch(tables, SIGMAS, searched()[family])
     found = search.search()
     assert list(found) == [7, 6, 5, 4, 3, 2, 1]
     for passes, knots in found.items():
@@ -79,9 +79,9 @@ def test_the_score_is_the_mean_cosine(family: str) -> None:
     for seed in (3, 4):
         trajectory = make_rollout(field, steps=6, seed=seed)
         tables.append(collect_table(field, trajectory, ADVANTAGES, ClippedSurrogate()))
-    search = KnotSearch(tables, trajectory.sigmas, PLANS[family])
+    search = KnotSearch(tables, trajectory.sigmas, searched()[family])
     for knots in ((0, 1, 2, 3, 4, 5), (0, 3), (0,)):
-        plan = PLANS[family](trajectory.sigmas, knots)
+        plan = searched()[family](trajectory.sigmas, knots)
         cosines = [similarity(table, plan).cosine for table in tables]
         assert search.score(knots) == pytest.approx(np.mean(cosines), abs=1e-10)  # type: ignore[arg-type]
 

@@ -8,12 +8,12 @@ from typing import Any
 import pandas as pd
 import pytest
 
-from analysis.measure.similarity import METRICS
 from analysis.report import figures
 from analysis.report.fidelity import tables
 from analysis.report.fidelity.printable import interval_text, printable
 from analysis.report.fidelity.sentences import findings
 from analysis.report.write import named_folder, write_report
+from analysis.statistics.names import METRICS, families, family_style
 from jagg_core.records import Cell, Record, RecordError
 
 
@@ -250,7 +250,7 @@ def test_a_line_per_family_that_has_a_cell(missing: str) -> None:
 
 
 def test_every_family_looks_different_in_black_and_white() -> None:
-    looks = [(marker, line) for _, marker, line in figures.STYLES.values()]
+    looks = [(marker, line) for _, marker, line in map(family_style, families())]
     assert len(set(looks)) == len(looks)
 
 

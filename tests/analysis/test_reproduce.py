@@ -22,11 +22,11 @@ from analysis.measure import estimators, gradients, job, reproduce, shipped
 from analysis.measure.job import NotReproducible
 from analysis.measure.reproduce import Reproduce, run
 from analysis.measure.rollouts import Recipe
-from analysis.measure.similarity import SCALES
 from analysis.report.fidelity import tables
 from analysis.report.fidelity.printable import printable
 from analysis.report.write import write_report
 from analysis.statistics.intervals import mean_interval
+from analysis.statistics.names import SCALES
 from jagg_core import Plan, dance_schedule
 from jagg_core.backbones import load_backbone
 from jagg_core.records import Record, plain, read_json, write_json

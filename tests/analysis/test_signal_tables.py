@@ -8,7 +8,6 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from analysis.measure.signal_gradients import CENTRINGS, PER_PROMPT
 from analysis.report.fidelity import signal_tables
 from analysis.report.fidelity.printable import printable
 from analysis.report.fidelity.recommendation import calibration, frac_by_signal, recommend_signal
@@ -39,6 +38,7 @@ from analysis.statistics.learning_signal import (
     signal_samples,
     verdict,
 )
+from analysis.statistics.names import CENTRINGS, PER_PROMPT
 from jagg_core import dance_schedule
 from jagg_core.records import Cell, Record, plain
 

@@ -6,9 +6,8 @@ from typing import Any
 
 import pandas as pd
 
-from analysis.measure import shipped
-from analysis.measure.signal_gradients import CENTRINGS
 from analysis.report import figures
+from analysis.statistics.names import CENTRINGS, COMPARED_PASSES, COMPARED_WINDOWS
 from analysis.statistics.parameter_kinds import ordered_blocks
 
 
@@ -101,10 +100,10 @@ def printable(frames: dict[str, pd.DataFrame]) -> dict[str, pd.DataFrame]:
     compared = frames["side_by_side"]
     if len(compared):
         columns: dict[str, Any] = {"backbone": compared["backbone"], "eta": compared["eta"].map("{:g}".format)}
-        for window in shipped.COMPARED_WINDOWS:
+        for window in COMPARED_WINDOWS:
             name = f"jagg_frac_w{window}"
             columns[f"jagg_frac, W = {window}"] = [interval_text(r, name, 2) for _, r in compared.iterrows()]
-        for passes in shipped.COMPARED_PASSES:
+        for passes in COMPARED_PASSES:
             name = f"causal_{passes}"
             columns[f"cosine of causal, {passes} passes"] = [interval_text(r, name) for _, r in compared.iterrows()]
         if "n" in compared:

@@ -12,19 +12,17 @@ from typing import Any
 
 import pandas as pd
 
-from analysis.measure.knot_search import PLANS
-from analysis.measure.rollouts import USUAL
-from analysis.measure.signal_gradients import PER_PROMPT
 from analysis.report.digits import rounded
 from analysis.report.fidelity.signal_tables import TOO_FEW
 from analysis.report.fidelity.tables import per_group, routing, windows_of_paper
 from analysis.statistics.intervals import CLAIM_BATCHES, mean_interval
-from jagg_core.plans import groups_of
+from analysis.statistics.names import PER_PROMPT, USUAL
+from jagg_core.plans import estimators, groups_of
 from jagg_core.records import SCHEMA_VERSION, Cell, Record
 
 Frames = Mapping[str, pd.DataFrame]
 
-OURS = ("causal", "causal-predicted")
+OURS = tuple(e.name for e in estimators(recommended=True))
 """Families that may be recommended: what looks ahead is not."""
 
 OF_A_MOMENT = ("cpu_mhz", "cuda_mhz", "load_average")
@@ -46,7 +44,7 @@ def calibration(record: Record, eta: float, frames: Frames | None = None) -> dic
     frames = {} if frames is None else frames
     signal = _at(frames.get("signal"), eta)
     plans: dict[str, dict[str, Any]] = {}
-    for family in PLANS:
+    for family in [e.name for e in estimators(searched=True)]:
         plans[family] = {}
         for passes, found in knots.values[family].items():
             plans[family][passes] = {

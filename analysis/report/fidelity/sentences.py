@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pandas as pd
 
-from analysis.measure.estimators import grouped_name
 from analysis.report import figures
 from analysis.report.fidelity.printable import with_n
 from analysis.report.fidelity.recommendation import recommend, recommend_signal
 from analysis.report.fidelity.signal_tables import TOO_FEW, UNTOLD
 from analysis.report.fidelity.tables import windows_of_paper
+from analysis.statistics.names import grouped_name
 from jagg_core.records import Record
 
 

@@ -6,18 +6,8 @@ import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
 
-from analysis.report.figures import PANEL_HEIGHT, STYLES, legend_below, panels_by_eta, style
-
-FAMILY_LABELS = {
-    "exact": "exact",
-    "jagg": "JAGG (paper), every W and fraction",
-    "spline": "linear weights, searched knots (spline)",
-    "causal": "causal, searched knots",
-    "causal-predicted": "causal, predicted knots",
-    "subsample": "random steps (shared, or per sample)",
-    "window": "windows of MixGRPO and Flow-GRPO-Fast",
-    "half": "high- or low-noise half only",
-}
+from analysis.report.figures import PANEL_HEIGHT, legend_below, panels_by_eta, style
+from analysis.statistics.names import family_label, family_style
 
 BESIDE = 0.006
 """By how much families are drawn apart along the cost, so that their intervals do not hide each other. Not exact."""
@@ -38,7 +28,7 @@ def signal_per_cost(table: pd.DataFrame, samples: int) -> Figure:
         ):
             families = table.groupby("family", sort=False)
             for rank, (family, part) in enumerate(families):
-                colour, marker, _ = STYLES[str(family)]
+                colour, marker, _ = family_style(str(family))
                 part = part.sort_values(cost)
                 kept = 1 - part["loss"].astype(float)
                 spread = [part["loss_high"] - part["loss"], part["loss"] - part["loss_low"]]
@@ -52,7 +42,7 @@ def signal_per_cost(table: pd.DataFrame, samples: int) -> Figure:
                     markersize=5,
                     linewidth=0.7,
                     capsize=2,
-                    label=FAMILY_LABELS[str(family)],
+                    label=family_label(str(family)),
                 )
             axes.axhline(1, color="black", linewidth=0.6)
             axes.set_xlabel(label)
@@ -73,7 +63,7 @@ def loss_by_batch(table: pd.DataFrame, target: float) -> Figure:
         for eta, axes in panels.items():
             part = shown[shown["eta"] == eta]
             for family, own in part.groupby("family", sort=False):
-                colour = STYLES[str(family)][0]
+                colour = family_style(str(family))[0]
                 for rank, (_, data) in enumerate(own.groupby("passes", sort=True)):
                     data = data[data["estimator"] == data["estimator"].iloc[0]]
                     axes.plot(

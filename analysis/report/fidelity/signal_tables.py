@@ -9,8 +9,6 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from analysis.measure.estimators import grouped_name
-from analysis.measure.signal_gradients import CENTRINGS, PER_PROMPT, read_products
 from analysis.report.fidelity.tables import about, interval_columns, leak_columns
 from analysis.statistics.intervals import CLAIM_BATCHES, Interval, mean_interval
 from analysis.statistics.learning_signal import (
@@ -21,11 +19,14 @@ from analysis.statistics.learning_signal import (
     effective_dimension,
     kept_difference,
     paired_difference,
+    read_products,
     signal_loss,
     signal_losses,
     signal_samples,
     verdict,
 )
+from analysis.statistics.names import CENTRINGS, PER_PROMPT, grouped_name
+from jagg_core.plans import estimators
 from jagg_core.records import Cell, Record
 
 UPDATE_SAMPLES = (8, 16, 32, 64, 128, 256, 512, 1024, 4096)
@@ -81,14 +82,15 @@ def by_batch(record: Record) -> pd.DataFrame:
     fracs = (record.settings["jagg_frac"], 1.0)
     shown = {grouped_name(steps, "jagg", window, frac) for window in record.settings["windows"] for frac in fracs}
     for cell, found in products_of(record):
-        if cell.settings["estimator"] in shown or cell.settings["family"] in ("causal", "causal-predicted"):
+        if cell.settings["estimator"] in shown or cell.settings["family"] in OURS:
             scales = [size / cell_batch(record, cell) for size in UPDATE_SAMPLES]
             for size, loss in zip(UPDATE_SAMPLES, signal_losses(found, scales), strict=True):
                 rows.append(about(cell) | {"update_samples": size} | interval_columns("loss", loss))
     return pd.DataFrame(rows)
 
 
-PAIRED = ("jagg", "causal", "causal-predicted")
+OURS = tuple(e.name for e in estimators(recommended=True))
+PAIRED = ("jagg", *OURS)
 """Families that are compared with each other, plan by plan."""
 
 

@@ -8,13 +8,12 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from analysis.measure.knot_search import PLANS
-from analysis.measure.similarity import METRICS, SCALES
 from analysis.statistics.intervals import Interval, leak_test, mean_interval
 from analysis.statistics.jagg_frac import calibrated_frac
+from analysis.statistics.names import METRICS, SCALES
 from bench.noise import Ratio
 from bench.speed_ups import group_speed_ups
-from jagg_core.plans import groups_of
+from jagg_core.plans import estimators, groups_of
 from jagg_core.records import Cell, Record
 
 
@@ -87,7 +86,7 @@ def pareto(record: Record) -> pd.DataFrame:
     rows = [
         about(cell) | interval_columns("cosine", mean_interval(cell.samples["cosine"], "cosine"))
         for cell in _estimator_cells(record)
-        if cell.settings["family"] in ("jagg", "spline", "causal")
+        if cell.settings["family"] in [e.name for e in estimators(in_front=True)]
     ]
     frame = pd.DataFrame(rows)
     if rows:
@@ -147,7 +146,7 @@ def knots(record: Record) -> pd.DataFrame:
     rows = []
     for cell in record.cells:
         if cell.name.endswith("/knots") and cell.status == "ok":
-            for family in PLANS:
+            for family in [e.name for e in estimators(searched=True)]:
                 for passes, found in cell.values[family].items():
                     row = {"eta": cell.settings["eta"], "family": family, "passes": int(passes)}
                     rows.append(row | {"knots": " ".join(map(str, found["knots"])), "cosine": found["cosine"]})

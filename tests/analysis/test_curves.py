@@ -106,7 +106,8 @@ def dies(images: Tensor, prompts: list[str]) -> Tensor:
 
 def test_what_fails_before_the_first_update_is_recorded(tmp_path: Path) -> None:
     found = run(replace(SMALL, reward=f"{__name__}:fails_at_first", seeds=2, watched=()), tmp_path)
-    assert {(cell.status, cell.reason) for cell in found.cells} == {("failed", "ValueError: no reward today")}
+    assert {cell.status for cell in found.cells} == {"failed"}
+    assert all(str(cell.reason).endswith("ValueError: no reward today") for cell in found.cells)
     assert Record.read(tmp_path / "record.json").cells == found.cells
 
 

@@ -64,7 +64,8 @@ def test_deferred_gradients_move_the_weights_alike_with_one_reduction_per_unit_a
         assert other["difference"] < 1e-6 * rank["moved"]
         assert other["counts"][kind] == steps * other["units"]
         # more passes than the plan has knots: of samples that are partly clipped, which is known late
-        assert one["counts"][kind] == one["passes"] * one["units"] > steps * micro_batches * knots * one["units"]
+        assert one["counts"][kind] == one["passes"] * steps * micro_batches * one["units"]
+        assert one["passes"] > knots
         others = [key for key in one["counts"] if key != kind]
         assert [other["counts"][key] for key in others] == [one["counts"][key] for key in others]
         assert other["passes"] == one["passes"]

@@ -48,16 +48,16 @@ def group_advantages(
         require_one_of(name, value, Over)
     require_one_of("std", std, ("sample", "population"))
     if not (eps >= 0 and math.isfinite(eps)):
-        raise ValueError(f"eps must be at least 0, found {eps}")
+        raise ValueError(f"eps must be at least 0, got {eps}")
     if rewards.ndim != 1 or rewards.shape != prompt_ids.shape or len(rewards) == 0:
         raise ValueError(
             f"rewards and prompt_ids must both have shape [B], B >= 1, "
-            f"found {list(rewards.shape)} and {list(prompt_ids.shape)}"
+            f"got {list(rewards.shape)} and {list(prompt_ids.shape)}"
         )
     values = rewards.detach().double()
     if not torch.isfinite(values).all():
         index = int((~torch.isfinite(values)).nonzero()[0])
-        raise ValueError(f"rewards must be finite, found {values[index].item()} at sample {index}")
+        raise ValueError(f"rewards must be finite, got {values[index].item()} at sample {index}")
     groups = prompt_ids.unique(return_inverse=True)[1].to(values.device)
     whole = torch.zeros_like(groups)
     alone = groups.bincount() == 1

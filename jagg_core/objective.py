@@ -56,7 +56,7 @@ class ClippedSurrogate:
         for name in ("clip_range", "adv_clip"):
             _bounds(name, getattr(self, name))
         if not (self.kl_beta >= 0 and math.isfinite(self.kl_beta)):
-            raise ValueError(f"kl_beta must be at least 0, found {self.kl_beta}")
+            raise ValueError(f"kl_beta must be at least 0, got {self.kl_beta}")
         require_one_of("kl_form", self.kl_form, KLForm)
 
     @property
@@ -121,10 +121,10 @@ def _bounds(name: str, value: Bounds) -> tuple[float, float]:
     """Offsets (low, high) around 0."""
     if isinstance(value, (int, float)):
         if not value > 0:
-            raise ValueError(f"{name} must be positive, found {value}")
+            raise ValueError(f"{name} must be positive, got {value}")
         return -value, value
     if len(value) != 2 or not value[0] < 0 < value[1]:
-        raise ValueError(f"{name} must be a number, or offsets (low, high) with low < 0 < high, found {tuple(value)}")
+        raise ValueError(f"{name} must be a number, or offsets (low, high) with low < 0 < high, got {tuple(value)}")
     return float(value[0]), float(value[1])
 
 

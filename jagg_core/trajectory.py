@@ -121,9 +121,9 @@ class Trajectory:
         """
         index = torch.as_tensor(steps, dtype=torch.long).cpu()
         if index.ndim not in (1, 2) or index.shape[-1] == 0 or (index.ndim == 2 and len(index) != self.batch):
-            raise ValueError(f"steps must have shape [S] or [{self.batch}, S] with S >= 1, found {list(index.shape)}")
+            raise ValueError(f"steps must have shape [S] or [{self.batch}, S] with S >= 1, got {list(index.shape)}")
         if index.min() < 0 or index.max() >= self.steps or (index.diff(dim=-1) <= 0).any():
-            raise ValueError(f"steps must increase within 0..{self.steps - 1}, found {index.tolist()}")
+            raise ValueError(f"steps must increase within 0..{self.steps - 1}, got {index.tolist()}")
         if index.ndim == 1:
             pick: tuple[Tensor, ...] = (index,)
             sigmas, next_sigmas = self.sigmas[..., index], self.next_sigmas[..., index]
@@ -151,7 +151,7 @@ class Trajectory:
             ValueError: ``size`` below 1.
         """
         if size < 1:
-            raise ValueError(f"size must be at least 1, found {size}")
+            raise ValueError(f"size must be at least 1, got {size}")
         return [self.cut(range(start, min(start + size, self.batch))) for start in range(0, self.batch, size)]
 
     def cut(self, samples: range) -> Trajectory:
@@ -161,7 +161,7 @@ class Trajectory:
             ValueError: none of them, or not ``start..stop - 1`` within the batch.
         """
         if len(samples) == 0 or samples.step != 1 or samples[0] < 0 or samples[-1] >= self.batch:
-            raise ValueError(f"samples must be a range within 0..{self.batch - 1}, found {samples}")
+            raise ValueError(f"samples must be a range within 0..{self.batch - 1}, got {samples}")
         cut = slice(samples.start, samples.stop)
         per_row = self.sigmas.ndim == 2
         return replace(
@@ -194,19 +194,19 @@ class Trajectory:
         if sigmas is not None:
             other = check_sigmas(sigmas)
             if other.shape[-1] != self.steps:
-                raise ReplayMismatch(f"sigmas: the rollout has {self.steps} trained steps, found {other.shape[-1]}")
+                raise ReplayMismatch(f"sigmas: the rollout has {self.steps} trained steps, got {other.shape[-1]}")
             if other.ndim == 2 and len(other) != self.batch:
-                raise ReplayMismatch(f"sigmas: the rollout has {self.batch} samples, found {len(other)}")
+                raise ReplayMismatch(f"sigmas: the rollout has {self.batch} samples, got {len(other)}")
             _same_steps("sigmas", self.sigmas, other, 1e-6)
         if timestep_mode is not None and timestep_mode != self.timestep_mode:
             ours, theirs = (network_sigma(self.sigmas, mode) * 1000 for mode in (self.timestep_mode, timestep_mode))
             _same_steps(f"timestep_mode: rollout {self.timestep_mode}, replay {timestep_mode}", ours, theirs, 0.0)
-            raise ReplayMismatch(f"timestep_mode: the rollout used {self.timestep_mode!r}, found {timestep_mode!r}")
+            raise ReplayMismatch(f"timestep_mode: the rollout used {self.timestep_mode!r}, got {timestep_mode!r}")
         if transition is not None and transition != self.transition:
             detail = ""
             if transition.convention != self.transition.convention:
                 detail = f" (log-prob conventions {self.transition.convention} and {transition.convention})"
-            raise ReplayMismatch(f"transition: the rollout used {self.transition}, found {transition}{detail}")
+            raise ReplayMismatch(f"transition: the rollout used {self.transition}, got {transition}{detail}")
         for key in sorted(self.signature.keys() & (signature or {}).keys()):
             if self.signature[key] != (signature or {})[key]:
                 raise ReplayMismatch(
@@ -221,7 +221,7 @@ def _same_steps(what: str, ours: Tensor, theirs: Tensor, tolerance: float) -> No
         step = int(differs.any(0).nonzero()[0])
         row = int(differs[:, step].nonzero()[0])
         a, b = ours[row, step].item(), theirs[row, step].item()
-        raise ReplayMismatch(f"{what}: first differing step is {step}, rollout {a:.6g}, found {b:.6g}")
+        raise ReplayMismatch(f"{what}: first differing step is {step}, rollout {a:.6g}, got {b:.6g}")
 
 
 def weights_version(policy: VelocityPolicy) -> int | None:
@@ -263,7 +263,7 @@ def at_least_fp32(tensor: Tensor) -> Tensor:
 def _checked_velocity(policy: VelocityPolicy, state: Tensor, timestep: Tensor, rows: Tensor, step: int) -> Tensor:
     velocity = policy.velocity(state, timestep, rows).to(state.dtype)
     if velocity.shape != state.shape:
-        raise ValueError(f"velocity must have shape {list(state.shape)}, found {list(velocity.shape)}")
+        raise ValueError(f"velocity must have shape {list(state.shape)}, got {list(velocity.shape)}")
     if not torch.isfinite(velocity).all():
         raise FloatingPointError(f"the velocity is not finite at step {step} (sigma {timestep[0].item():g})")
     return velocity
@@ -271,9 +271,7 @@ def _checked_velocity(policy: VelocityPolicy, state: Tensor, timestep: Tensor, r
 
 def _require_noise(latents: Tensor) -> None:
     if latents.ndim < 2 or len(latents) == 0 or not latents.is_floating_point():
-        raise ValueError(
-            f"latents must be floating point [B, ...], B >= 1, found {latents.dtype} {list(latents.shape)}"
-        )
+        raise ValueError(f"latents must be floating point [B, ...], B >= 1, got {latents.dtype} {list(latents.shape)}")
 
 
 @torch.no_grad()
@@ -322,18 +320,18 @@ def rollout(
     """
     sigmas = check_sigmas(sigmas)
     if sigmas.ndim != 1 or len(sigmas) < 3:
-        raise ValueError(f"sigmas must have shape [N + 1] with N >= 2 steps, found {list(sigmas.shape)}")
+        raise ValueError(f"sigmas must have shape [N + 1] with N >= 2 steps, got {list(sigmas.shape)}")
     _require_noise(latents)
     batch = len(latents)
     ids = list(range(batch)) if sample_ids is None else list(sample_ids)
     if len(ids) != batch:
-        raise ValueError(f"sample_ids must name {batch} samples, found {len(ids)}")
+        raise ValueError(f"sample_ids must name {batch} samples, got {len(ids)}")
     last = len(sigmas) - 2
     kept = range(last) if window is None else window
     if len(kept) == 0 or kept.step != 1 or kept[0] < 0 or kept[-1] >= last:
-        raise ValueError(f"window must be a range of steps within 0..{last - 1}, found {kept}")
+        raise ValueError(f"window must be a range of steps within 0..{last - 1}, got {kept}")
     if not set(graph_at) <= set(range(len(kept))):
-        raise ValueError(f"graph_at must lie within the kept steps 0..{len(kept) - 1}, found {list(graph_at)}")
+        raise ValueError(f"graph_at must lie within the kept steps 0..{len(kept) - 1}, got {list(graph_at)}")
     state = at_least_fp32(latents.detach()).clone()
     rows = torch.arange(batch, device=state.device)
     streams = [generator_for(seed, "sde", i) for i in ids]
@@ -390,7 +388,7 @@ def sample_ode(
     """
     sigmas = check_sigmas(sigmas)
     if sigmas.ndim != 1 or len(sigmas) < 2:
-        raise ValueError(f"sigmas must have shape [N + 1] with N >= 1 steps, found {list(sigmas.shape)}")
+        raise ValueError(f"sigmas must have shape [N + 1] with N >= 1 steps, got {list(sigmas.shape)}")
     _require_noise(latents)
     state = at_least_fp32(latents)
     rows = torch.arange(len(latents), device=latents.device)

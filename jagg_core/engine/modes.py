@@ -63,7 +63,7 @@ def choose_modes(
     require_one_of("backward", backward, BackwardMode)
     batch = trajectory.batch
     if max_rows is not None and max_rows < batch:
-        raise ValueError(f"max_rows must be at least the batch of {batch}, found {max_rows}")
+        raise ValueError(f"max_rows must be at least the batch of {batch}, got {max_rows}")
     if max_rows is not None and backward in ("joint", "sequential"):
         raise ValueError(f"max_rows limits batched passes, but backward is {backward!r}")
     _require_noise(trajectory, plan, upstream)
@@ -123,6 +123,6 @@ def _require_interpolating(plan: Plan) -> None:
     sums = plan.weights.sum(-2)
     if not torch.allclose(sums, torch.ones_like(sums)):
         raise ValueError(
-            f"upstream='interpolated' needs a plan whose weights sum to 1 for every step, found {sums.min():g} to "
+            f"upstream='interpolated' needs a plan whose weights sum to 1 for every step, got {sums.min():g} to "
             f"{sums.max():g} in plan {plan.name!r}"
         )

@@ -100,7 +100,7 @@ class Passes:
             rows = self.rows[keep].repeat(len(sites))
             velocity = self._policy.velocity(latents, sigmas, rows)
             if velocity.shape != latents.shape:
-                raise ValueError(f"velocity must have shape {list(latents.shape)}, found {list(velocity.shape)}")
+                raise ValueError(f"velocity must have shape {list(latents.shape)}, got {list(velocity.shape)}")
             self.forwards += len(sites)
         return [velocity] if len(sites) == 1 else list(velocity.chunk(len(sites)))
 
@@ -122,7 +122,7 @@ class Passes:
             raise ValueError("policy: the velocity has no graph; do its parameters require gradients?")
         if self._joint and len(velocities) > 1 and ranks() > 1 and any(map(has_reentrant_checkpointing, velocities)):
             raise ValueError(
-                "backward='joint' on several ranks needs checkpointing with use_reentrant=False, found reentrant: each "
+                "backward='joint' on several ranks needs checkpointing with use_reentrant=False, got reentrant: each "
                 "of its inner backward calls may reduce gradients too early; or use backward='sequential' or 'batched'"
             )
         if self._plan.knot_sigmas is not None and not all(torch.isfinite(v).all() for v in velocities):

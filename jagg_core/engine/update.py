@@ -157,22 +157,22 @@ def _require_fitting(
     batch = trajectory.batch
     if advantages.shape not in ((batch,), (batch, trajectory.steps)):
         allowed = f"[{batch}] or [{batch}, {trajectory.steps}]"
-        raise ValueError(f"advantages must have shape {allowed}, found {list(advantages.shape)}")
+        raise ValueError(f"advantages must have shape {allowed}, got {list(advantages.shape)}")
     if not torch.isfinite(advantages).all():
         index = (~torch.isfinite(advantages)).nonzero()[0].tolist()
         where = f"sample {index[0]}" + (f", step {index[1]}" if advantages.ndim == 2 else "")
-        raise ValueError(f"advantages must be finite, found {advantages[tuple(index)].item()} at {where}")
+        raise ValueError(f"advantages must be finite, got {advantages[tuple(index)].item()} at {where}")
     if plan.steps != trajectory.steps:
         raise ReplayMismatch(f"plan: made for {plan.steps} trained steps, the trajectory has {trajectory.steps}")
     if plan.weights.ndim == 3 and len(plan.weights) != batch:
         raise ValueError(f"plan: weights are for {len(plan.weights)} samples, the trajectory has {batch}")
     if not plan.weights.any():
-        raise ValueError("plan: at least one weight must differ from 0, found none")
+        raise ValueError("plan: at least one weight must differ from 0, got none")
     sites = plan.knot_sigmas
     if sites is not None and sites.ndim == 2 and len(sites) != batch:
         raise ValueError(f"plan: knot_sigmas are for {len(sites)} samples, the trajectory has {batch}")
     if not math.isfinite(scale):
-        raise ValueError(f"scale must be finite, found {scale}")
+        raise ValueError(f"scale must be finite, got {scale}")
     objective.require_fitting(trajectory, reference is not None)
 
 

@@ -122,7 +122,7 @@ class UpstreamGradients(ABC):
         else:
             why = "other weights than the rollout's, or dropout; use upstream='autograd'"
         raise OffPolicyError(
-            f"on policy every ratio is 1, found |log ratio| {largest:.3g} (limit {limit:g} of {coarsest}) at one of "
+            f"on policy every ratio is 1, got |log ratio| {largest:.3g} (limit {limit:g} of {coarsest}) at one of "
             f"steps {steps}: {why}"
         )
 

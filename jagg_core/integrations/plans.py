@@ -28,7 +28,7 @@ def window_plan(sigmas: Tensor, window: int, estimator: Estimator = "causal") ->
     """
     require_one_of("estimator", estimator, Estimator)
     if window < 1:
-        raise ValueError(f"window must be at least 1, found {window}")
+        raise ValueError(f"window must be at least 1, got {window}")
     # the constructors check sigmas
     steps = sigmas.shape[-1] if sigmas.ndim else 0
     if estimator == "exact" or window > steps:

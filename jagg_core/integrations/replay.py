@@ -81,7 +81,7 @@ class HostPolicy:
         def velocity(latents: Tensor, sigma: Tensor, rows: Tensor) -> Tensor:
             distance = (sigmas[:-1] - sigma.double().cpu()[:, None]).abs()
             if (distance.amin(1) > SAME_SIGMA).any():
-                raise ValueError(f"sigma must be one of the schedule's under from_mean, found {sigma.tolist()}")
+                raise ValueError(f"sigma must be one of the schedule's under from_mean, got {sigma.tolist()}")
             steps = distance.argmin(1)
             a, b, _ = transition.coefficients(sigmas[steps], sigmas[steps + 1])
             return (mean(latents, steps.to(latents.device), rows) - expand(a, latents) * latents) / expand(b, latents)
@@ -162,22 +162,22 @@ def host_trajectory(
             f"{list(latents.shape)}, {list(next_latents.shape)} and {list(log_probs.shape)}"
         )
     if 0 in log_probs.shape:
-        raise ValueError(f"at least one sample and one step are needed, found log_probs {list(log_probs.shape)}")
+        raise ValueError(f"at least one sample and one step are needed, got log_probs {list(log_probs.shape)}")
     kept = {name: x for name, x in (("velocity", velocity), ("mean", mean), ("noise", noise)) if x is not None}
     for name, given in kept.items():
         if given.shape != latents.shape:
-            raise ValueError(f"{name} must have the shape {list(latents.shape)} of latents, found {list(given.shape)}")
+            raise ValueError(f"{name} must have the shape {list(latents.shape)} of latents, got {list(given.shape)}")
     if len(kept) > 1:
         raise ValueError(f"{' and '.join(kept)} say the same: give one of them")
     if not normalised and transition.convention != "gaussian":
         raise ValueError(f"normalised must be True for {type(transition).__name__}, which has no normalising term")
     schedule = check_sigmas(schedule, "schedule")
     if schedule.ndim != 1:
-        raise ValueError(f"schedule must have shape [N + 1], found {list(schedule.shape)}")
+        raise ValueError(f"schedule must have shape [N + 1], got {list(schedule.shape)}")
     network_sigma(schedule, timestep_mode)
     batch, count = latents.shape[:2]
     if rows is not None and rows.shape != (batch,):
-        raise ValueError(f"rows must have shape [{batch}], found {list(rows.shape)}")
+        raise ValueError(f"rows must have shape [{batch}], got {list(rows.shape)}")
     has_noise = bool(transition.coefficients(schedule[-2], schedule[-1]).scale > 0)
     stored = _steps(steps, batch, count, len(schedule) - 1 - (not has_noise))
     order = stored.argsort(dim=-1)
@@ -272,12 +272,12 @@ def _steps(steps: Tensor | None, batch: int, count: int, trainable: int) -> Tens
     """Returns the stored steps on the CPU, ``[S]`` or ``[B, S]``, checked to be of the first ``trainable``."""
     stored = torch.arange(count) if steps is None else torch.as_tensor(steps, dtype=torch.long).cpu()
     if stored.shape not in ((count,), (batch, count)):
-        raise ValueError(f"steps must have shape [{count}] or [{batch}, {count}], found {list(stored.shape)}")
+        raise ValueError(f"steps must have shape [{count}] or [{batch}, {count}], got {list(stored.shape)}")
     if stored.min() < 0 or stored.max() >= trainable:
         raise ValueError(
-            f"steps must lie in 0..{trainable - 1}, the steps that have noise, found {int(stored.min())} to "
+            f"steps must lie in 0..{trainable - 1}, the steps that have noise, got {int(stored.min())} to "
             f"{int(stored.max())}"
         )
     if (stored.sort(dim=-1).values.diff(dim=-1) == 0).any():
-        raise ValueError(f"steps must differ from one another within a sample, found {stored.tolist()}")
+        raise ValueError(f"steps must differ from one another within a sample, got {stored.tolist()}")
     return stored

@@ -153,7 +153,7 @@ REFUSED: list[tuple[dict[str, dict[str, Any]], str]] = [
     ({"plan": {"knots": ()}}, "estimator causal needs either knots or a calibration"),
     ({"plan": {"estimator": "jagg", "jagg_frac": "calibrated", "knots": ()}}, "needs a calibration file, found none"),
     ({"plan": {"estimator": "spline", "predict": True}}, "predict is for the estimator causal, found spline"),
-    ({"objective": {"clip_range": 0.0}}, "clip_range must be positive, found 0.0"),
+    ({"objective": {"clip_range": 0.0}}, "clip_range must be positive, got 0.0"),
     ({"optimizer": {"learning_rate": 0.0}}, "learning_rate must be positive and finite, found 0.0"),
     ({"optimizer": {"beta2": 1.0}}, "beta2 must be at least 0 and below 1, found 1.0"),
     ({"run": {"updates": 0}}, "updates must be at least 1, found 0"),

@@ -85,7 +85,7 @@ def test_a_last_step_with_noise_is_trained() -> None:
     policy.zero_grad()
     plan_update(policy, found, ADVANTAGES, exact_plan(found.sigmas), OBJECTIVE, scale=1.0)
     assert relative_error(flat_gradient(policy), expected) < 1e-12
-    with pytest.raises(ValueError, match=r"steps must lie in 0..5, the steps that have noise, found 6 to 6"):
+    with pytest.raises(ValueError, match=r"steps must lie in 0..5, the steps that have noise, got 6 to 6"):
         host_trajectory(z[:, None], after[:, None], old.detach()[:, None], schedule, CPS(0.7), steps=torch.tensor([6]))
 
 
@@ -112,15 +112,15 @@ def test_rows_in_any_order_are_sorted_from_high_noise_to_low() -> None:
 def test_nothing_stored_is_refused(cut: tuple[slice, slice]) -> None:
     host = stored(make_rollout(MlpField()))
     host |= {name: host[name][cut] for name in ("latents", "next_latents", "log_probs")}
-    with pytest.raises(ValueError, match="at least one sample and one step are needed, found log_probs"):
+    with pytest.raises(ValueError, match="at least one sample and one step are needed, got log_probs"):
         host_trajectory(**host)
 
 
 def test_rows_and_schedules_of_another_shape_are_refused() -> None:
     host = stored(make_rollout(MlpField()))
-    with pytest.raises(ValueError, match=r"rows must have shape \[4\], found \[3\]"):
+    with pytest.raises(ValueError, match=r"rows must have shape \[4\], got \[3\]"):
         host_trajectory(**host, rows=torch.arange(3))
-    with pytest.raises(ValueError, match=r"schedule must have shape \[N \+ 1\], found \[4, 8\]"):
+    with pytest.raises(ValueError, match=r"schedule must have shape \[N \+ 1\], got \[4, 8\]"):
         host_trajectory(**host | {"schedule": SCHEDULE.expand(4, -1)})
 
 
@@ -189,8 +189,8 @@ def test_bf16_latents_pass_the_check() -> None:
         ({"next_latents": torch.zeros(4, 6, 3)}, "latents and next_latents must have shape"),
         ({"velocity": torch.zeros(4, 6, 3, 1)}, r"velocity must have the shape \[4, 6, 3, 2\]"),
         ({"noise": torch.zeros(4, 6, 3, 2), "velocity": torch.zeros(4, 6, 3, 2)}, "velocity and noise say the same"),
-        ({"steps": torch.arange(5)}, r"steps must have shape \[6\] or \[4, 6\], found \[5\]"),
-        ({"steps": torch.arange(2, 8)}, r"steps must lie in 0..6, the steps that have noise, found 2 to 7"),
+        ({"steps": torch.arange(5)}, r"steps must have shape \[6\] or \[4, 6\], got \[5\]"),
+        ({"steps": torch.arange(2, 8)}, r"steps must lie in 0..6, the steps that have noise, got 2 to 7"),
         ({"steps": torch.tensor([0, 1, 2, 3, 4, 4])}, "steps must differ from one another"),
         ({"schedule": dance_schedule(7).flip(0)}, "schedule must decrease strictly"),
         ({"timestep_mode": "floor"}, "timestep_mode must be one of"),

@@ -39,7 +39,7 @@ def test_two_rewards_are_not_diluted_by_steps() -> None:
 
 
 def test_a_reward_that_is_not_finite_is_refused() -> None:
-    with pytest.raises(ValueError, match="rewards must be finite, found nan at sample 1"):
+    with pytest.raises(ValueError, match="rewards must be finite, got nan at sample 1"):
         advantages_of([1.0, math.nan, 3.0])
 
 
@@ -115,7 +115,7 @@ def test_large_rewards_keep_their_spread() -> None:
 @pytest.mark.parametrize(
     ("rewards", "prompts", "options", "message"),
     [
-        (torch.zeros(2), torch.zeros(3), {}, r"found \[2\] and \[3\]"),
+        (torch.zeros(2), torch.zeros(3), {}, r"got \[2\] and \[3\]"),
         (torch.zeros(2, 2), torch.zeros(2, 2), {}, r"must both have shape \[B\]"),
         (torch.zeros(0), torch.zeros(0), {}, "B >= 1"),
         (torch.zeros(2), torch.zeros(2), {"centre": "group"}, "centre must be one of .* found 'group'"),

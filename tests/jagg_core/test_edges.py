@@ -60,7 +60,7 @@ def test_a_rollout_refuses_a_velocity_of_another_shape() -> None:
         def velocity(self, latents: torch.Tensor, sigma: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
             return latents.mean(1, keepdim=True)
 
-    with pytest.raises(ValueError, match=r"velocity must have shape \[2, 3\], found \[2, 1\]"):
+    with pytest.raises(ValueError, match=r"velocity must have shape \[2, 3\], got \[2, 1\]"):
         rollout(Flat(), dance_schedule(4), DanceSDE(0.7), torch.zeros(2, 3), seed=0)
 
 
@@ -80,11 +80,11 @@ def test_ode_sampling_refuses_what_is_no_schedule_and_no_batch() -> None:
     latents = torch.zeros(4, 3, 2)
     for sigmas, shape in ((dance_schedule(3).expand(4, -1), [4, 4]), (torch.ones(1), [1])):
         with pytest.raises(
-            ValueError, match=re.escape(f"sigmas must have shape [N + 1] with N >= 1 steps, found {shape}")
+            ValueError, match=re.escape(f"sigmas must have shape [N + 1] with N >= 1 steps, got {shape}")
         ):
             sample_ode(field, sigmas, latents)
     for wrong in (latents[:0], latents.long()):
-        with pytest.raises(ValueError, match=r"latents must be floating point \[B, ...\], B >= 1, found"):
+        with pytest.raises(ValueError, match=r"latents must be floating point \[B, ...\], B >= 1, got"):
             sample_ode(field, dance_schedule(3), wrong)
     assert field.calls == []
 
@@ -93,7 +93,7 @@ def test_ode_sampling_refuses_what_is_no_schedule_and_no_batch() -> None:
 def test_a_rollout_refuses_graphs_of_steps_that_it_does_not_keep(graph_at: tuple[int, ...]) -> None:
     """Steps are counted from the window's first."""
     field = MlpField()
-    with pytest.raises(ValueError, match=r"graph_at must lie within the kept steps 0..1, found \["):
+    with pytest.raises(ValueError, match=r"graph_at must lie within the kept steps 0..1, got \["):
         rollout(field, dance_schedule(7), DanceSDE(0.7), torch.zeros(4, 3, 2), 0, window=range(2, 4), graph_at=graph_at)
     assert field.calls == []
 

@@ -510,7 +510,7 @@ def test_without_parameters_the_first_knot_decides(backward: str) -> None:
     policy.values = policy.values + 0.1
     policy.calls.clear()
     with pytest.raises(
-        OffPolicyError, match=r"found \|log ratio\| 0\.\d+ \(limit 0.0001 of torch.float64\) at one of steps \[0"
+        OffPolicyError, match=r"got \|log ratio\| 0\.\d+ \(limit 0.0001 of torch.float64\) at one of steps \[0"
     ):
         update("closed_form")
     assert policy.offset.grad is None
@@ -866,7 +866,7 @@ def test_another_guidance_is_refused_before_any_forward() -> None:
         (exact_plan(dance_schedule(8)[:7]), "plan: made for 7 trained steps, the trajectory has 6"),
         (exact_plan(dance_schedule(8)[:6]), "sigmas: first differing step is 1"),
         (jagg_plan(dance_schedule(7, shift=5.0)[:6], 3), "sigmas: first differing step is 1"),
-        (exact_plan(dance_schedule(7)[:6].expand(3, -1)), "sigmas: the rollout has 4 samples, found 3"),
+        (exact_plan(dance_schedule(7)[:6].expand(3, -1)), "sigmas: the rollout has 4 samples, got 3"),
     ],
     ids=["longer", "finer", "shift", "samples"],
 )
@@ -881,20 +881,20 @@ def test_a_plan_for_another_schedule_is_refused_before_any_forward(plan: Plan, m
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"advantages": torch.ones(3)}, r"advantages must have shape \[4\] or \[4, 6\], found \[3\]"),
-        ({"advantages": torch.ones(4, 1)}, r"advantages must have shape \[4\] or \[4, 6\], found \[4, 1\]"),
-        ({"advantages": torch.full((4, 6), math.inf)}, "advantages must be finite, found inf at sample 0, step 0"),
+        ({"advantages": torch.ones(3)}, r"advantages must have shape \[4\] or \[4, 6\], got \[3\]"),
+        ({"advantages": torch.ones(4, 1)}, r"advantages must have shape \[4\] or \[4, 6\], got \[4, 1\]"),
+        ({"advantages": torch.full((4, 6), math.inf)}, "advantages must be finite, got inf at sample 0, step 0"),
         (
             {"objective": ClippedSurrogate(kl_beta=1.0, kl_form="std"), "reference": MlpField()},
             "kl_form 'std' does not",
         ),
-        ({"advantages": torch.tensor([0, 1, math.nan, 0])}, "advantages must be finite, found nan at sample 2"),
+        ({"advantages": torch.tensor([0, 1, math.nan, 0])}, "advantages must be finite, got nan at sample 2"),
         ({"plan": Plan((0,), torch.ones(3, 1, 6))}, "plan: weights are for 3 samples, the trajectory has 4"),
         ({"objective": ClippedSurrogate(kl_beta=0.04)}, "kl_beta is 0.04: a reference policy is needed"),
         ({"upstream": "exact"}, "upstream must be one of .* found 'exact'"),
         ({"backward": "twice"}, "backward must be one of .* found 'twice'"),
         ({"partly_clipped": "drop"}, "partly_clipped must be one of .* found 'drop'"),
-        ({"max_rows": 3}, "max_rows must be at least the batch of 4, found 3"),
+        ({"max_rows": 3}, "max_rows must be at least the batch of 4, got 3"),
     ],
 )
 def test_bad_arguments_are_refused_before_any_forward(changes: dict[str, Any], message: str) -> None:
@@ -923,7 +923,7 @@ def test_a_velocity_of_another_shape_is_refused() -> None:
     policy = Flat()
     trajectory = make_rollout(policy)
     policy.flat = True
-    with pytest.raises(ValueError, match=r"velocity must have shape \[4, 3, 2\], found \[4, 6\]"):
+    with pytest.raises(ValueError, match=r"velocity must have shape \[4, 3, 2\], got \[4, 6\]"):
         gradient(policy, trajectory, ADVANTAGES, exact_plan(trajectory.sigmas), OBJECTIVE, "closed_form", "joint")
 
 

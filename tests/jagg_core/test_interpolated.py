@@ -127,7 +127,7 @@ def retold(policy: MlpField, trajectory: Trajectory) -> Trajectory:
 @pytest.mark.parametrize(
     ("plan", "message"),
     [
-        (lambda s: subsample_plan(s, 2, torch.Generator()), "weights sum to 1 for every step, found 0 to 3"),
+        (lambda s: subsample_plan(s, 2, torch.Generator()), "weights sum to 1 for every step, got 0 to 3"),
         (lambda s: causal_plan(s, [0, 3], predict=True), "not shifted knots"),
     ],
     ids=["sum", "predicted"],

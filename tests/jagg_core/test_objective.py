@@ -87,15 +87,15 @@ def test_a_pair_clips_each_side_by_its_own_offset() -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"clip_range": (0.1, 0.2)}, r"clip_range must be a number, or offsets \(low, high\) .* found \(0.1, 0.2\)"),
+        ({"clip_range": (0.1, 0.2)}, r"clip_range must be a number, or offsets \(low, high\) .* got \(0.1, 0.2\)"),
         ({"adv_clip": (-1.0,)}, "adv_clip must be a number, or offsets"),
         ({"kl_form": "step"}, "kl_form must be one of .* found 'step'"),
-        ({"clip_range": 0.0}, "clip_range must be positive, found 0.0"),
-        ({"clip_range": math.nan}, "clip_range must be positive, found nan"),
-        ({"adv_clip": -1.0}, "adv_clip must be positive, found -1.0"),
-        ({"kl_beta": -0.1}, "kl_beta must be at least 0, found -0.1"),
-        ({"kl_beta": math.nan}, "kl_beta must be at least 0, found nan"),
-        ({"kl_beta": math.inf}, "kl_beta must be at least 0, found inf"),
+        ({"clip_range": 0.0}, "clip_range must be positive, got 0.0"),
+        ({"clip_range": math.nan}, "clip_range must be positive, got nan"),
+        ({"adv_clip": -1.0}, "adv_clip must be positive, got -1.0"),
+        ({"kl_beta": -0.1}, "kl_beta must be at least 0, got -0.1"),
+        ({"kl_beta": math.nan}, "kl_beta must be at least 0, got nan"),
+        ({"kl_beta": math.inf}, "kl_beta must be at least 0, got inf"),
     ],
 )
 def test_settings_out_of_range_are_named(settings: dict[str, Any], message: str) -> None:

@@ -208,8 +208,8 @@ def test_a_velocity_that_is_not_finite_is_refused(value: float, step: int) -> No
         ({"sigmas": SIGMAS.flip(0)}, "sigmas must decrease strictly"),
         ({"latents": torch.zeros(0, 3)}, "latents must be floating point"),
         ({"latents": torch.zeros(3)}, "latents must be floating point"),
-        ({"latents": torch.zeros(4, 3, 2, dtype=torch.long)}, "latents must be floating point .* found torch.int64"),
-        ({"sample_ids": [0, 1]}, "sample_ids must name 4 samples, found 2"),
+        ({"latents": torch.zeros(4, 3, 2, dtype=torch.long)}, "latents must be floating point .* got torch.int64"),
+        ({"sample_ids": [0, 1]}, "sample_ids must name 4 samples, got 2"),
         ({"timestep_mode": "floor"}, "timestep_mode must be one of"),
     ],
 )
@@ -268,9 +268,9 @@ def test_select_of_a_selection() -> None:
 @pytest.mark.parametrize(
     ("steps", "message"),
     [
-        ([], r"steps must have shape \[S\] or \[4, S\] with S >= 1, found \[0\]"),
-        ([[0, 1], [0, 1]], r"found \[2, 2\]"),
-        ([2, 1], r"steps must increase within 0..5, found \[2, 1\]"),
+        ([], r"steps must have shape \[S\] or \[4, S\] with S >= 1, got \[0\]"),
+        ([[0, 1], [0, 1]], r"got \[2, 2\]"),
+        ([2, 1], r"steps must increase within 0..5, got \[2, 1\]"),
         ([1, 1], "must increase"),
         ([-1, 2], "must increase within 0..5"),
         ([0, 6], "must increase within 0..5"),
@@ -301,7 +301,7 @@ def test_split_cuts_every_tensor(per_row: bool, size: int, expected: list[int]) 
 
 
 def test_split_refuses_size_zero() -> None:
-    with pytest.raises(ValueError, match="size must be at least 1, found 0"):
+    with pytest.raises(ValueError, match="size must be at least 1, got 0"):
         make_rollout(MlpField()).split(0)
 
 
@@ -328,7 +328,7 @@ def test_a_replay_with_equal_settings_passes() -> None:
 def test_a_schedule_of_another_length_is_refused() -> None:
     """Case 2.8: rolled out on 14 points, trained on 15."""
     trajectory = make_rollout(MlpField(), steps=14)
-    with pytest.raises(ReplayMismatch, match="sigmas: the rollout has 14 trained steps, found 15"):
+    with pytest.raises(ReplayMismatch, match="sigmas: the rollout has 14 trained steps, got 15"):
         trajectory.require(sigmas=dance_schedule(16)[:15])
 
 
@@ -337,7 +337,7 @@ def test_another_schedule_names_the_first_differing_step() -> None:
     other = trajectory.sigmas.clone()
     other[2:] -= 0.01
     with pytest.raises(
-        ReplayMismatch, match=f"sigmas: first differing step is 2, rollout {SIGMAS[2]:.6g}, found {other[2]:.6g}"
+        ReplayMismatch, match=f"sigmas: first differing step is 2, rollout {SIGMAS[2]:.6g}, got {other[2]:.6g}"
     ):
         trajectory.require(sigmas=other)
 
@@ -348,7 +348,7 @@ def test_a_per_row_schedule_names_the_values_that_differ() -> None:
     other = trajectory.sigmas.clone()
     other[2, 1] -= 0.02
     with pytest.raises(
-        ReplayMismatch, match=f"sigmas: first differing step is 1, rollout {SIGMAS[4]:.6g}, found {other[2, 1]:.6g}"
+        ReplayMismatch, match=f"sigmas: first differing step is 1, rollout {SIGMAS[4]:.6g}, got {other[2, 1]:.6g}"
     ):
         trajectory.require(sigmas=other)
 
@@ -356,7 +356,7 @@ def test_a_per_row_schedule_names_the_values_that_differ() -> None:
 @pytest.mark.parametrize("rows", [1, 2, 5])
 def test_a_per_row_schedule_for_other_samples_is_refused(rows: int) -> None:
     trajectory = make_rollout(MlpField())
-    with pytest.raises(ReplayMismatch, match=f"sigmas: the rollout has 4 samples, found {rows}"):
+    with pytest.raises(ReplayMismatch, match=f"sigmas: the rollout has 4 samples, got {rows}"):
         trajectory.require(sigmas=trajectory.sigmas.expand(rows, -1))
 
 
@@ -365,24 +365,24 @@ def test_another_timestep_mode_names_the_first_differing_step() -> None:
     sigmas = time_shift(torch.linspace(1, 0, 11), 3.0)
     latents = torch.zeros(2, *SHAPE, dtype=torch.float64)
     trajectory = rollout(MlpField(), sigmas, DanceSDE(0.3), latents, seed=0, timestep_mode="trunc_fp32")
-    with pytest.raises(ReplayMismatch, match=r"rollout trunc_fp32, replay float: first .* 1, rollout 964, found 964.2"):
+    with pytest.raises(ReplayMismatch, match=r"rollout trunc_fp32, replay float: first .* 1, rollout 964, got 964.2"):
         trajectory.require(timestep_mode="float")
-    with pytest.raises(ReplayMismatch, match=r"replay round: first differing step is 3, rollout 874, found 875"):
+    with pytest.raises(ReplayMismatch, match=r"replay round: first differing step is 3, rollout 874, got 875"):
         trajectory.require(timestep_mode="round")
 
 
 def test_another_timestep_mode_is_refused_where_it_makes_no_difference() -> None:
     trajectory = make_rollout(MlpField()).select([0])  # sigma 1 is step 1000 in any mode
-    with pytest.raises(ReplayMismatch, match="timestep_mode: the rollout used 'float', found 'round'"):
+    with pytest.raises(ReplayMismatch, match="timestep_mode: the rollout used 'float', got 'round'"):
         trajectory.require(timestep_mode="round")
 
 
 @pytest.mark.parametrize(
     ("other", "message"),
     [
-        (DanceSDE(0.3), r"transition: the rollout used DanceSDE\(eta=0.7\), found DanceSDE\(eta=0.3\)$"),
-        (FlowSDE(0.7), r"found FlowSDE\(eta=0.7\)$"),
-        (CPS(0.7), r"found CPS\(eta=0.7\) \(log-prob conventions gaussian and unscaled_quadratic\)"),
+        (DanceSDE(0.3), r"transition: the rollout used DanceSDE\(eta=0.7\), got DanceSDE\(eta=0.3\)$"),
+        (FlowSDE(0.7), r"got FlowSDE\(eta=0.7\)$"),
+        (CPS(0.7), r"got CPS\(eta=0.7\) \(log-prob conventions gaussian and unscaled_quadratic\)"),
     ],
 )
 def test_another_kernel_is_refused(other: Transition, message: str) -> None:

@@ -12,7 +12,7 @@ from analysis.statistics.intervals import CLAIM_BATCHES
 from jagg_core.backbones import read_options
 from jagg_core.checks import require_at_least, require_one_of
 from jagg_core.grpo import PRESETS
-from jagg_core.plans import groups_of, routed_groups
+from jagg_core.plans import find_estimator, groups_of, routed_groups
 from jagg_core.rewards import check_reward
 
 
@@ -32,6 +32,7 @@ class Study:
         calibration_batches: rollout batches on which knots are searched, eta by eta, the last number for all further.
         evaluation_batches: other batches, on which plans are judged, likewise; below 8 nothing is claimed.
         predicted_passes: of the causal plans that are tried on predicted knots too.
+        estimators: your own, as module:object, a constructor of (sigmas, knots); searched, judged and drawn as ours.
         device: such as cpu, cuda or cuda:1.
         dtype: the network computes in: float32, bfloat16, float16 or float64.
         workers: passes that are differentiated at a time, each with its share of the cores; 0 is up to 4 on the CPU
@@ -57,6 +58,7 @@ class Study:
     calibration_batches: tuple[int, ...] = (4,)
     evaluation_batches: tuple[int, ...] = (CLAIM_BATCHES,)
     predicted_passes: tuple[int, ...] = (8, 5)
+    estimators: tuple[str, ...] = ()
     device: str = "cpu"
     dtype: str = "float32"
     workers: int = 0
@@ -69,6 +71,8 @@ class Study:
     def __post_init__(self) -> None:
         read_options(self.backbone, self.backbone_options)
         check_reward(self.reward, options=self.reward_options)
+        for name in self.estimators:
+            find_estimator(name)
         for name, low in (("calibration_batches", 1), ("evaluation_batches", 2)):
             counts = getattr(self, name)
             if not counts or min(counts) < low:

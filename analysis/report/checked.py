@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from analysis.statistics.names import families
+from jagg_core.plans import find_estimator
 from jagg_core.records import Record, RecordError
 
 
@@ -93,6 +94,11 @@ def read_record(path: Path) -> Record:
         RecordError: damaged; names the file, the field, and what is wrong with it.
     """
     record = Record.read(path)
+    for name in record.settings.get("estimators", ()):
+        try:
+            find_estimator(name)  # a stranger's has to be importable here too
+        except ValueError as error:
+            raise RecordError(f"{path}: {error}") from error
     _check(PARTS, vars(record), f"{path}: ")
     _check(SETTINGS, record.settings, f"{path}: settings.")
     for name in ("settings", "environment", "seeds"):

@@ -8,16 +8,8 @@ from pathlib import Path
 from subprocess import CalledProcessError
 from typing import Any
 
-import pandas as pd
-
-from analysis.measure import calibrate, reproduce, reward_curves
-from analysis.measure.calibrate import Calibrate
-from analysis.measure.reproduce import Reproduce
-from analysis.measure.reward_curves import Curves
-from analysis.measure.rollouts import Recipe
-from analysis.measure.study import Study
-from analysis.report import manifest
-from analysis.report.write import write_report
+from analysis.measure.curve_settings import Curves
+from analysis.measure.study import Calibrate, Recipe, Reproduce, Study
 from jagg_core.checks import require_device
 from jagg_core.flags import add_flags, given
 from jagg_core.grpo import PRESETS, preset
@@ -58,12 +50,12 @@ QUICK: dict[type[Study], dict[str, Any]] = {
 OF_A_PRESET = ("steps", "schedule", "shift", "transition", "timestep_mode")
 """Settings of a trainer's rollouts that a calibration must share; so are ``eta`` and ``guidance``."""
 
-COMMANDS: dict[str, tuple[type[Study], Callable[[Any, Path], Record], str, str]] = {
-    "reproduce": (Reproduce, reproduce.run, "", "compare every estimator with exact"),
-    "calibrate": (Calibrate, calibrate.run, "-calibration", "how much may be approximated, and which plan to run"),
-    "collect": (Calibrate, calibrate.collect, "-calibration", "only the tables of a calibration, which it uses again"),
+COMMANDS: dict[str, tuple[type[Study], str, str]] = {
+    "reproduce": (Reproduce, "", "compare every estimator with exact"),
+    "calibrate": (Calibrate, "-calibration", "how much may be approximated, and which plan to run"),
+    "collect": (Calibrate, "-calibration", "only the tables of a calibration, which it uses again"),
 }
-"""Settings, work, end of the run folder's name, and what it is for."""
+"""Settings, end of the run folder's name, and what it is for."""
 
 
 def parser() -> argparse.ArgumentParser:
@@ -75,7 +67,7 @@ def parser() -> argparse.ArgumentParser:
         formatter_class=AS_IT_IS,
     )
     commands = top.add_subparsers(dest="command", required=True)
-    for name, (kind, _, ending, about) in COMMANDS.items():
+    for name, (kind, ending, about) in COMMANDS.items():
         example = f"example: python -m analysis {name} --backbone photos-flux --etas 0.7 --out results/photos{ending}"
         command = commands.add_parser(name, help=about, epilog=example, formatter_class=AS_IT_IS)
         add_flags(command, kind, skip=["recipe"])
@@ -125,6 +117,10 @@ def settings_from(arguments: argparse.Namespace) -> Study:
 
 def show(run_folder: Path) -> int:
     """Write the report of a run folder and print its tables. Returns how many cells failed."""
+    import pandas as pd
+
+    from analysis.report.write import write_report
+
     page, shown, said = write_report(run_folder)
     with pd.option_context("display.width", 220, "display.max_columns", None, "display.max_colwidth", 60):
         for name, frame in shown.items():
@@ -134,12 +130,25 @@ def show(run_folder: Path) -> int:
     return len(shown.get("failures", ()))
 
 
+def _work_of(command: str) -> Callable[[Any, Path], Record]:
+    from analysis.measure import calibrate, reproduce
+
+    work: dict[str, Callable[[Any, Path], Record]] = {
+        "reproduce": reproduce.run,
+        "calibrate": calibrate.run,
+        "collect": calibrate.collect,
+    }
+    return work[command]
+
+
 def main(argv: list[str] | None = None) -> None:
     """Run a command."""
     top = parser()
     arguments = top.parse_args(argv)
     try:
         if arguments.command == "manifest":
+            from analysis.report import manifest
+
             if arguments.rerun:
                 require_writable(arguments.root / manifest.NAME)
                 try:
@@ -151,17 +160,19 @@ def main(argv: list[str] | None = None) -> None:
             return
         out = arguments.run if arguments.command == "report" else None
         if arguments.command == "curves":
+            from analysis.measure import reward_curves
+
             chosen = Curves(**given(arguments, Curves))
             out = arguments.out or Path("results") / f"{chosen.backbone.replace(':', '-')}-curves"
             with only_run_in(out):
                 reward_curves.run(chosen, out)
         elif out is None:
             settings = settings_from(arguments)
-            _, run, ending, _ = COMMANDS[arguments.command]
+            _, ending, _ = COMMANDS[arguments.command]
             out = arguments.out or Path("results") / f"{settings.backbone.replace(':', '-')}{ending}"
             require_device(settings.device)
             with only_run_in(out):
-                run(settings, out)
+                _work_of(arguments.command)(settings, out)
         failed = show(out)
     except (ValueError, RecordError, OSError, MemoryError) as error:
         top.exit(2, f"{top.prog}: error: {error}\n")

@@ -9,19 +9,15 @@ from typing import Any
 
 from tqdm import tqdm
 
-from bench.collectives import CollectiveBench, is_first, run_collective_bench, settings_of
 from bench.compare import compare
 from bench.cost import Machine, Update, schemes
 from bench.cost_study import CostStudy, run_cost_study
 from bench.findings import count_lines
-from bench.group import GroupBench, run_group_bench
 from bench.lines import LINES, failure_lines, memory_lines, speed_lines, step_lines
-from bench.memory import run_memory_bench
+from bench.presets import PRESETS
 from bench.progress import Part, print_line
-from bench.suite import PRESETS, run_suite
-from bench.update import UpdateBench, run_update_bench
+from bench.settings import CollectiveBench, GroupBench, UpdateBench
 from jagg_core.checks import require_device
-from jagg_core.distributed import ranks_here, require_device_each
 from jagg_core.flags import add_flags, given
 from jagg_core.records import Record, only_run_in, require_writable
 
@@ -85,6 +81,9 @@ def _add_collectives(commands: Any) -> None:
 
 def count_collectives(arguments: argparse.Namespace) -> Record:
     """Count, write the record, and print counts per sharded unit, and findings. Under torchrun, rank 0 does so."""
+    from bench.collectives import is_first, run_collective_bench, settings_of
+    from jagg_core.distributed import ranks_here, require_device_each
+
     settings = settings_of(given(arguments, CollectiveBench))
     require_device_each(settings.device, 1 if settings.pretend else ranks_here(settings.ranks))
     require_writable(arguments.out)
@@ -104,6 +103,8 @@ def _add_run(commands: Any) -> None:
 
 def run_preset(arguments: argparse.Namespace) -> Record:
     """Measure a preset and print what became of its cells, and the speed-ups of its groups and training steps."""
+    from bench.suite import run_suite
+
     out = arguments.out or Path("results") / f"bench-{arguments.preset}"
     with only_run_in(out):
         record = run_suite(arguments.preset, out, arguments.timeout, print_line)
@@ -130,6 +131,8 @@ def _add_update(commands: Any) -> None:
 
 def time_update(arguments: argparse.Namespace) -> Record:
     """Time training steps, write the record, and print their speed-ups and those of their parts."""
+    from bench.update import run_update_bench
+
     settings = UpdateBench(**given(arguments, UpdateBench))
     require_device(settings.device)
     require_writable(arguments.out)
@@ -164,6 +167,8 @@ def _add_memory(commands: Any) -> None:
 
 def measure_memory(arguments: argparse.Namespace) -> Record:
     """Measure, write the record, and print a line per arm."""
+    from bench.memory import run_memory_bench
+
     settings = GroupBench(**given(arguments, GroupBench))
     require_device(settings.device)
     require_writable(arguments.out)
@@ -222,6 +227,8 @@ def _add_cost(commands: Any) -> None:
 
 def time_group(arguments: argparse.Namespace) -> Record:
     """Time a group, write the record, and print its speed-ups."""
+    from bench.group import run_group_bench
+
     settings = GroupBench(**given(arguments, GroupBench))
     require_device(settings.device)
     require_writable(arguments.out)

@@ -32,7 +32,7 @@ from jagg_core.seeding import derive_seed, generator_for
 from jagg_core.trajectory import rollout
 
 if TYPE_CHECKING:
-    from bench.collectives import CollectiveBench
+    from bench.settings import CollectiveBench
 
 DEFERRED = "exact-deferred"
 """Exact, with gradients kept on the rank until the group's last backward reduces their sum."""

@@ -10,78 +10,17 @@ from __future__ import annotations
 import json
 import os
 import tempfile
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from bench.children import run_children
 from bench.collective_ranks import work, work_launched
 from bench.findings import findings
-from bench.group import DTYPES
-from bench.layouts import Layout
 from bench.progress import Say
-from jagg_core.backbones import read_options
-from jagg_core.checks import require_at_least, require_one_of
+from bench.settings import CollectiveBench
 from jagg_core.environment import command_line
 from jagg_core.records import Cell, Record
-
-
-@dataclass(frozen=True)
-class CollectiveBench:
-    """Settings.
-
-    Attributes:
-        backbone: registered, or your own as module:function.
-        backbone_options: option=value of its loader, such as height=512 lora_rank=32.
-        window: steps W of the group.
-        batch: samples of the rollout, on every rank.
-        rounds: times that every arm is timed, each round in another order.
-        ranks: processes on this machine, with gloo on the CPU and NCCL on GPUs; or those that torchrun started.
-        pretend: one process is told that it is one of so many (torch's fake process group): counts are the same,
-            values and times mean nothing and are left out.
-        checkpointing: recompute activations in the backward.
-        layout: of the transformer over ranks; see `bench.layouts.Layout`.
-        shards: ranks that share a copy of the parameters under "hsdp", half of all by default.
-        device: cpu or cuda, of which a rank takes its own.
-        dtype: the network computes in: float32, bfloat16, float16 or float64.
-        seed: of rollout and order of arms.
-        timeout: seconds; a rank that is not done then ends the run.
-
-    Raises:
-        ValueError: a setting out of range, or settings that do not go together.
-    """
-
-    backbone: str = "digits-flux"
-    backbone_options: tuple[str, ...] = ()
-    window: int = 5
-    batch: int = 2
-    rounds: int = 3
-    ranks: int = 2
-    pretend: bool = False
-    checkpointing: bool = False
-    layout: Layout = "fsdp"
-    shards: int | None = None
-    device: str = "cpu"
-    dtype: str = "float32"
-    seed: int = 0
-    timeout: int = 300
-
-    def __post_init__(self) -> None:
-        read_options(self.backbone, self.backbone_options)
-        require_at_least(self, window=2, batch=1, rounds=1, ranks=1, timeout=1)
-        require_one_of("layout", self.layout, Layout)
-        if self.shards is not None and self.layout != "hsdp":
-            raise ValueError(f"shards go with the layout hsdp alone, found layout {self.layout!r}")
-        if self.shards is not None and not (self.shards >= 1 and self.ranks % self.shards == 0):
-            raise ValueError(f"shards must be a divisor of the {self.ranks} ranks, found {self.shards}")
-        if self.layout == "hsdp" and self.shards is None and self.ranks % 2:
-            raise ValueError(f"ranks must be even under hsdp unless shards are given, found {self.ranks}")
-        require_one_of("dtype", self.dtype, DTYPES)
-
-    @property
-    def shards_per_copy(self) -> int:
-        """Ranks that share a copy of the parameters, under ``hsdp``."""
-        return self.shards or max(1, self.ranks // 2)
 
 
 def launched() -> bool:

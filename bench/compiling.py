@@ -10,9 +10,6 @@ import torch
 
 from jagg_core.backbones import Backbone
 
-BACKENDS = ("inductor", "aot_eager", "eager")
-"""Of torch.compile. The first makes kernels; the others only trace, which tells what compiles and how often."""
-
 
 def compile_blocks(backbone: Backbone, backend: str | None) -> None:
     """Let torch compile every block of a backbone in place at its first call; nothing for the backend None.

@@ -11,11 +11,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from bench.work import PassWork
 from jagg_core.checks import require_at_least
-from jagg_core.plans import groups_of, routed_groups
+
+if TYPE_CHECKING:
+    from bench.work import PassWork
 
 RECOMPUTE = 1.0
 """Forwards that gradient checkpointing adds to a backward."""
@@ -155,6 +156,8 @@ class Update:
     passes: tuple[int, ...] = (8, 5)
 
     def __post_init__(self) -> None:
+        from jagg_core.plans import groups_of, routed_groups
+
         require_at_least(self, steps=2, window=1)
         groups_of(self.trained, self.window)
         routed_groups(1, self.jagg_frac)
@@ -168,6 +171,8 @@ class Update:
 
     def tally(self, scheme: Scheme) -> Tally:
         """What a scheme runs in an update: approximated groups, then all other steps, left-over ones included."""
+        from jagg_core.plans import groups_of, routed_groups
+
         if scheme.passes is not None:
             return scheme.group(scheme.passes)
         groups = groups_of(self.trained, self.window)

@@ -7,8 +7,6 @@ from pathlib import Path
 
 from bench.cost import Machine, Update, as_values, check_ranks, predict
 from bench.fit import fit
-from bench.work import count_work, is_published
-from jagg_core.backbones import read_options
 from jagg_core.environment import command_line
 from jagg_core.records import Cell, Record
 
@@ -37,6 +35,9 @@ class CostStudy:
     machine: Machine = field(default_factory=Machine)
 
     def __post_init__(self) -> None:
+        from bench.work import is_published
+        from jagg_core.backbones import read_options
+
         options = read_options(self.backbone, self.backbone_options)
         weights = sorted({"path", "revision"} & options.keys())
         if weights and is_published(self.backbone):
@@ -53,6 +54,9 @@ def run_cost_study(settings: CostStudy) -> Record:
         ValueError: a backbone that cannot be counted; see `bench.work.count_work`.
         RecordError: a measured record that is none.
     """
+    from bench.work import count_work
+    from jagg_core.backbones import read_options
+
     fitted = [fit(Record.read(Path(path))) for path in settings.measured]
     work = count_work(settings.backbone, read_options(settings.backbone, settings.backbone_options), settings.guidance)
     record = Record("cost", command_line(), settings.backbone, asdict(settings), seeds={})

@@ -3,82 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.utils.benchmark.utils.timer import timer
 
 from bench.arms import Arm, Group, arms_for, run_arm
-from bench.compiling import BACKENDS, compile_blocks, compile_seconds, compiled_graphs, require_graphs, uncompiled
+from bench.compiling import compile_blocks, compile_seconds, compiled_graphs, require_graphs, uncompiled
 from bench.noise import note_noise
 from bench.rounds import time_in_rounds
+from bench.settings import GroupBench
 from jagg_core import ClippedSurrogate, DanceSDE, Trajectory, VelocityPolicy, initial_latents, rollout
-from jagg_core.backbones import Backbone, ScheduleName, check_schedule, load_backbone, read_options, schedule_of
-from jagg_core.checks import require_at_least, require_one_of
+from jagg_core.backbones import Backbone, load_backbone, read_options, schedule_of
 from jagg_core.environment import command_line, environment
 from jagg_core.objective import upstream_closed_form
 from jagg_core.records import Cell, Record, recorded
 from jagg_core.reference import TOLERANCE, plain_gradient, relative_error
 from jagg_core.seeding import derive_seed, generator_for
-
-DTYPES = tuple(str(dtype).removeprefix("torch.") for dtype in TOLERANCE)
-"""Of a network that can be verified."""
-
-
-@dataclass(frozen=True)
-class GroupBench:
-    """Settings of a run.
-
-    Attributes:
-        backbone: registered, or your own as module:function.
-        backbone_options: option=value of its loader, such as height=512 lora_rank=32.
-        window: steps W of the group.
-        batch: samples of the rollout.
-        rounds: times that every arm is timed, each round in another order.
-        warmup: rounds before those that count.
-        eta: noise of Dance-SDE.
-        steps: sampling steps of the rollout.
-        shift: time shift of the schedule "dance".
-        schedule: sigmas; "own" are those of the backbone's sampler.
-        guidance: scale; None is the backbone's usual one.
-        checkpointing: recompute activations in the backward.
-        compile: backend of torch.compile for the transformer's blocks: inductor, aot_eager or eager; None runs them
-            as they are.
-        device: such as cpu, cuda or cuda:1.
-        dtype: the network computes in: float32, bfloat16, float16 or float64.
-        seed: of rollout and order of arms.
-
-    Raises:
-        ValueError: a setting out of range.
-    """
-
-    backbone: str = "digits-flux"
-    backbone_options: tuple[str, ...] = ()
-    window: int = 5
-    batch: int = 16
-    rounds: int = 15
-    warmup: int = 1
-    eta: float = 0.7
-    steps: int = 21
-    shift: float = 3.0
-    schedule: ScheduleName = "dance"
-    guidance: float | None = None
-    checkpointing: bool = False
-    compile: str | None = None
-    device: str = "cpu"
-    dtype: str = "float32"
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        read_options(self.backbone, self.backbone_options)
-        require_at_least(self, window=2, batch=1, rounds=2, warmup=1, steps=3)
-        if self.window > self.steps - 1:
-            raise ValueError(f"window must be at most the {self.steps - 1} trained steps, found {self.window}")
-        DanceSDE(self.eta)
-        check_schedule(self.schedule, self.steps, self.shift)
-        require_one_of("dtype", self.dtype, DTYPES)
-        require_one_of("compile", self.compile, (None, *BACKENDS))
 
 
 def time_arm(arm: Arm, group: Group) -> dict[str, float]:

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from bench.settings import Layout
 from jagg_core.distributed import shard
-
-Layout = Literal["fsdp", "fsdp-no-reshard", "hsdp", "ddp"]
-"""FSDP2 over all ranks, with parameters let go after a forward or kept until the backward; FSDP2 over groups of ranks
-that hold copies of each other; DistributedDataParallel."""
 
 
 def lay_out(

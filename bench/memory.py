@@ -19,8 +19,9 @@ from torch.utils._pytree import tree_leaves
 
 from bench.arms import arms_for, run_arm
 from bench.children import run_children
-from bench.group import GroupBench, load_group
+from bench.group import load_group
 from bench.progress import Say
+from bench.settings import GroupBench
 from jagg_core.environment import command_line
 from jagg_core.records import Cell, Record, read_json, write_json
 

@@ -11,9 +11,10 @@ from torch import Tensor
 from torch.utils.benchmark.utils.timer import timer
 
 from bench.compiling import compile_blocks, compile_seconds, compiled_graphs, require_graphs, uncompiled
-from bench.group import GroupBench, clear, gradient, load, prompts_of, verify, workload
+from bench.group import clear, gradient, load, prompts_of, verify, workload
 from bench.noise import note_noise
 from bench.rounds import time_in_rounds
+from bench.settings import UpdateBench
 from bench.speed_ups import PARTS
 from jagg_core import (
     ClippedSurrogate,
@@ -34,50 +35,8 @@ from jagg_core.reference import plain_gradient
 from jagg_core.rewards import Reward, load_reward, score
 from jagg_core.trajectory import rollout
 
-PASSES = (8, 5)
-"""Of the calibrated plans that are timed where none are asked for."""
-
 REWARDS = {"digits": "ink", "photos": "redness"}
 """Reward by the data set that the samples look like, where none is asked for. Without a data set: decoding alone."""
-
-
-@dataclass(frozen=True)
-class UpdateBench(GroupBench):
-    """Settings: those of a group, and what a whole training step needs beside.
-
-    Attributes:
-        jagg_frac: share of the groups, from the first, that the paper's recipe approximates.
-        calibration: file of ``python -m analysis calibrate`` whose causal plans are timed too.
-        passes: of those plans; 8 and 5 by default.
-        reward: scored and timed as a part of the step; none leaves it out.
-
-    Raises:
-        ValueError: a setting out of range, passes that were not calibrated, or passes without a calibration.
-    """
-
-    backbone: str = "photos-flux"
-    window: int = 4
-    batch: int = 6
-    rounds: int = 7
-    jagg_frac: float = 0.6
-    calibration: str = ""
-    passes: tuple[int, ...] = ()
-    reward: str = ""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        routed_groups(1, self.jagg_frac)
-        trained = self.steps - 1
-        if self.passes and not self.calibration:
-            raise ValueError(f"passes are of calibrated plans: name a calibration as well, got passes {[*self.passes]}")
-        if len(set(self.passes)) < len(self.passes) or not all(1 <= passes <= trained for passes in self.passes):
-            raise ValueError(
-                f"passes must be different numbers from 1 to the {trained} trained steps, got {[*self.passes]}"
-            )
-        if self.calibration:
-            object.__setattr__(self, "passes", self.passes or PASSES)
-            for passes in self.passes:
-                Plan.from_calibration(self.calibration, passes, predict=True)
 
 
 @dataclass(frozen=True)

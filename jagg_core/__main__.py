@@ -7,30 +7,19 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import get_args
+from typing import TYPE_CHECKING, get_args
 
-import torch
-from torch import Tensor
 from tqdm import tqdm
 
-from jagg_core import DanceSDE, initial_latents, rollout, sample_ode
-from jagg_core.backbones import (
-    Backbone,
-    ScheduleName,
-    check_schedule,
-    list_backbones,
-    load_backbone,
-    read_options,
-    schedule_of,
-)
-from jagg_core.backbones.check import Finding, check_backbone
-from jagg_core.backbones.registry import TRAINED
+from jagg_core.choices import DTYPES, SHIPPED, ScheduleName
 from jagg_core.files import write_atomically
-from jagg_core.images import image_grid, png_bytes
 from jagg_core.records import require_writable
-from jagg_core.reference import TOLERANCE
 
-DTYPES = [str(dtype).removeprefix("torch.") for dtype in TOLERANCE]
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from jagg_core.backbones import Backbone
+    from jagg_core.backbones.check import Finding
 SAMPLE_EXAMPLE = (
     "example: python -m jagg_core sample --backbone photos-flux --prompts cat coffee --eta 0.7 --out cats.png"
 )
@@ -54,7 +43,7 @@ def parser() -> argparse.ArgumentParser:
     check.add_argument("name", help="a registered backbone, or your own as module:function")
     _add_loading(check)
     train = actions.add_parser("train", help="rebuild the weights of a shipped backbone", epilog=TRAIN_EXAMPLE)
-    train.add_argument("name", choices=sorted(TRAINED), help="a shipped backbone")
+    train.add_argument("name", choices=SHIPPED, help="a shipped backbone")
     train.add_argument("--steps", type=int, help="training steps, default those of the shipped weights")
     train.add_argument("--seed", type=int, default=0, help="of weights, batches and noise, default 0")
     train.add_argument("--out", type=Path, help="weights file, default the package's own")
@@ -97,6 +86,10 @@ def _add_loading(command: argparse.ArgumentParser) -> None:
 
 
 def _load(name: str, arguments: argparse.Namespace) -> Backbone:
+    import torch
+
+    from jagg_core.backbones import load_backbone, read_options
+
     weights = [] if arguments.weights is None else [f"weights={arguments.weights}"]
     options = read_options(name, [*arguments.backbone_options, *weights])
     return load_backbone(name, arguments.device, getattr(torch, arguments.dtype), **options)
@@ -108,6 +101,12 @@ def write_samples(arguments: argparse.Namespace) -> None:
     Raises:
         ValueError: a setting out of range, before the backbone is loaded where it does not need it.
     """
+    import torch
+
+    from jagg_core.backbones import check_schedule, schedule_of
+    from jagg_core.images import image_grid, png_bytes
+    from jagg_core.transitions import DanceSDE
+
     if arguments.count < 1:
         raise ValueError(f"count must be at least 1, found {arguments.count}")
     if not arguments.eta >= 0:
@@ -129,6 +128,8 @@ def write_samples(arguments: argparse.Namespace) -> None:
 
 def _row(backbone: Backbone, prompt: str, place: int, sigmas: Tensor, arguments: argparse.Namespace) -> Tensor:
     """Images of the prompt in this place, ``[count, ...]``."""
+    from jagg_core import DanceSDE, initial_latents, rollout, sample_ode
+
     policy, seed = backbone.policy([prompt] * arguments.count, arguments.guidance), arguments.seed
     ids = range(place * arguments.count, (place + 1) * arguments.count)
     latents = initial_latents(backbone.latent_shape, seed, ids).to(backbone.device)
@@ -141,6 +142,8 @@ def _row(backbone: Backbone, prompt: str, place: int, sigmas: Tensor, arguments:
 
 def print_findings(arguments: argparse.Namespace) -> int:
     """Print a line per finding on a backbone. Returns how many checks failed."""
+    from jagg_core.backbones.check import check_backbone
+
     backbone = _load(arguments.name, arguments)
 
     def show(finding: Finding) -> None:
@@ -164,6 +167,7 @@ def _run_training(name: str, steps: int, run: Callable[[Callable[[int, float], N
 def train_backbone(arguments: argparse.Namespace) -> None:
     """Retrain a shipped backbone."""
     from jagg_core.backbones.pixel import weights_path
+    from jagg_core.backbones.registry import TRAINED
     from jagg_core.backbones.training import RECIPES, train_pixel_backbone
 
     name, path = arguments.name, arguments.out or weights_path(arguments.name)
@@ -187,6 +191,8 @@ def train_reward(arguments: argparse.Namespace) -> None:
 
 def list_backbone_table() -> None:
     """Print what is registered: size, memory for the weights by dtype, licence, and where the weights are."""
+    from jagg_core.backbones import list_backbones
+
     rows: list[tuple[str, ...]] = [("name", "parameters", "GiB bf16", "GiB fp32", "licence", "weights", "")]
     for entry in list_backbones():
         gib = [f"{entry.parameters * size / 2**30:.2f}" for size in (2, 4)] if entry.parameters else ["?", "?"]
@@ -230,6 +236,8 @@ def main(argv: list[str] | None = None) -> None:
         return
     top = parser()
     arguments = top.parse_args(given)
+    import torch
+
     failed = 0
     try:
         if arguments.command == "sample":

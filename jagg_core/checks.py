@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from typing import get_args
+from typing import TYPE_CHECKING, get_args
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
 
 def require_at_least(settings: object, **minimum: int) -> None:
@@ -37,6 +38,8 @@ def require_device(device: torch.device | str) -> torch.device:
     Raises:
         ValueError: no such device on this machine, or this build of torch does not reach it; names those that it has.
     """
+    import torch
+
     try:
         made = torch.device(device)
         torch.empty(0, device=made)

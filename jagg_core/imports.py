@@ -1,9 +1,10 @@
-"""Objects of your own, named as text: ``module:object``."""
+"""Imports by name: objects named as text, ``module:object``, and names of a package that load when they are used."""
 
 from __future__ import annotations
 
 import re
 import sys
+from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 
@@ -42,3 +43,32 @@ def source_fingerprint(*modules: str) -> str:
     """Computes what tells the files of imported modules from others; modules without a file are left out."""
     files = {getattr(sys.modules.get(module), "__file__", None) for module in modules}
     return fingerprint(sorted(Path(file) for file in files if file))
+
+
+def lazy_names(
+    package: str, names: Mapping[str, Sequence[str]]
+) -> tuple[Callable[[str], object], Callable[[], list[str]]]:
+    """Makes ``__getattr__`` and ``__dir__`` of a package (PEP 562) whose names and submodules load when they are used.
+
+    So a command can show its help without waiting for torch.
+
+    Args:
+        package: its name.
+        names: what the package exports, by the submodule that has it.
+    """
+    homes = {name: module for module, inside in names.items() for name in inside}
+
+    def load(name: str) -> object:
+        if name in homes:
+            value: object = getattr(import_module(f"{package}.{homes[name]}"), name)
+        else:
+            try:
+                value = import_module(f"{package}.{name}")
+            except ModuleNotFoundError as error:
+                if error.name != f"{package}.{name}":
+                    raise
+                raise AttributeError(f"module {package!r} has no attribute {name!r}") from None
+        setattr(sys.modules[package], name, value)
+        return value
+
+    return load, lambda: sorted({*vars(sys.modules[package]), *homes})

@@ -22,14 +22,13 @@ from torch import Tensor
 
 from jagg_core.advantages import DEGENERATE_STD, Over, group_advantages
 from jagg_core.checks import require_one_of
+from jagg_core.choices import Sweep
 from jagg_core.engine.modes import OffPolicyError
 from jagg_core.plans.plan import check_knots, whole_knots
 from jagg_core.policy import VelocityPolicy
 from jagg_core.schedule import check_sigmas, network_sigma
 from jagg_core.trajectory import ReplayMismatch, Trajectory, weights_version
 from jagg_core.transitions import Coefficients, expand
-
-Sweep = Literal["full", "knots", "frozen"]
 
 REPLAY_TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3}
 """Largest relative distance between the stored final samples and those that the sweep arrives at, by their dtype; a

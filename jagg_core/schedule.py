@@ -7,13 +7,12 @@ sampling steps; the last step is never trained. Sources: DanceGRPO, flow_grpo, d
 from __future__ import annotations
 
 import math
-from typing import Literal, get_args
+from typing import get_args
 
 import torch
 from torch import Tensor
 
-TimestepMode = Literal["float", "trunc_fp32", "trunc_fp64", "round"]
-"""How sigma becomes the network's timestep: as it is, or as an integer of 1000 steps (DanceGRPO truncates)."""
+from jagg_core.choices import TimestepMode
 
 
 def _check_steps(steps: int, at_least: int = 1) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import io
 import re
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -20,9 +22,13 @@ import jagg_core.__main__
 from jagg_core.__main__ import main
 from jagg_core.backbones import list_backbones
 from jagg_core.backbones.pixel import weights_path
+from jagg_core.backbones.registry import TRAINED
 from jagg_core.backbones.training import RECIPES, FlowTraining
+from jagg_core.choices import DTYPES, SHIPPED
+from jagg_core.reference import TOLERANCE
 from jagg_core.rewards import list_rewards
 
+ROOT = Path(__file__).resolve().parents[1]
 Capture = pytest.CaptureFixture[str]
 PARSERS: dict[str, tuple[Callable[[], argparse.ArgumentParser], Callable[[list[str]], None]]] = {
     "jagg_core": (jagg_core.__main__.parser, jagg_core.__main__.main),
@@ -66,6 +72,32 @@ def test_every_command_has_help(package: str, path: tuple[str, ...], capsys: Cap
     shown = capsys.readouterr()
     assert shown.err == ""
     assert shown.out.startswith(" ".join(("usage: python -m", package, *path)))
+
+
+HEAVY = ("diffusers", "matplotlib", "pandas", "scipy", "seaborn", "sklearn", "torch", "transformers")
+
+
+@pytest.mark.parametrize("package", PARSERS)
+def test_help_waits_for_no_heavy_library(package: str) -> None:
+    paths = [path for known, path in EVERY_COMMAND if known == package]
+    code = f"""
+import contextlib, io, sys
+from {package}.__main__ import main
+late = {{}}
+for path in {paths}:
+    with contextlib.redirect_stdout(io.StringIO()) as shown, contextlib.suppress(SystemExit):
+        main([*path, "--help"])
+    assert shown.getvalue().startswith("usage: "), path
+    late |= {{" ".join(path): name for name in {HEAVY} if name in sys.modules and name not in late.values()}}
+print(late)
+"""
+    out = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert out.stdout == "{}\n"
+
+
+def test_choices_of_the_help_are_those_that_exist() -> None:
+    assert [str(dtype).removeprefix("torch.") for dtype in TOLERANCE] == list(DTYPES)
+    assert sorted(TRAINED) == list(SHIPPED)
 
 
 def flags(top: argparse.ArgumentParser, path: tuple[str, ...] = ()) -> Iterator[tuple[str, str]]:

@@ -9,6 +9,7 @@ import sys
 import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -191,3 +192,24 @@ def test_checking_a_record_needs_no_plotting_library() -> None:
     code = "import sys, analysis.report.checked; print([m for m in ('matplotlib', 'seaborn') if m in sys.modules])"
     out = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert out.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("package", ["jagg_core", "jagg_core.grpo"])
+def test_names_that_load_late_are_those_that_readers_and_type_checkers_see(package: str) -> None:
+    module = import_module(package)
+    tree = ast.parse(Path(str(module.__file__)).read_text(encoding="utf-8"))
+    [block] = [node for node in tree.body if isinstance(node, ast.If)]
+    seen = {item.module for item in imports(ast.Module([block], []), package)}
+    assert seen == {f"{package}.{home}.{name}" for home, names in module._HOMES.items() for name in names}
+    assert {name.rpartition(".")[2] for name in seen} == set(module.__all__) <= set(dir(module))
+    for name in seen:
+        home, _, last = name.rpartition(".")
+        assert getattr(module, last) is getattr(import_module(home), last)
+    with pytest.raises(AttributeError, match=f"module '{package}' has no attribute 'nonsense'"):
+        module.nonsense  # noqa: B018
+
+
+def test_submodules_are_attributes_and_the_package_alone_is_light() -> None:
+    code = "import sys, jagg_core; print('torch' in sys.modules, jagg_core.engine.Report is jagg_core.Report)"
+    out = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert out.stdout.split() == ["False", "True"]

@@ -7,7 +7,6 @@ Computes and stores; `analysis.report.write` draws from what is stored, and
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,88 +20,22 @@ from analysis.measure.estimators import Estimator, with_knots
 from analysis.measure.job import Job
 from analysis.measure.knot_search import Knots
 from analysis.measure.rivals import per_sample, rivals
-from analysis.measure.rollouts import Recipe, check_prompts, rollout_seed
+from analysis.measure.rollouts import check_prompts, rollout_seed
 from analysis.measure.signal_gradients import SIDE_PASSES, bank_rows, contenders, core, suspects
-from analysis.measure.study import Study
+from analysis.measure.study import Calibrate
 from analysis.statistics.learning_signal import products, stored_products
 from analysis.statistics.names import CENTRINGS, PER_PROMPT
 from jagg_core import Plan, accumulate_gradients
-from jagg_core.checks import require_at_least
 from jagg_core.records import Record, recorded
 from jagg_core.rewards import score
 from jagg_core.seeding import derive_seed, generator_for
 from jagg_core.trajectory import Trajectory, rollout
 
-WINDOWS = (4, 5, 8, 10, 20)
 SUBSAMPLED = (8, 5, 2)
 """Passes of the subsampling that the learning signal of plans is compared with."""
 
 OUTPUTS = ("record.json", "calibration-*.json", "report.html", "tables/*.csv", "figures/*.png", "figures/*.svg")
 """What a calibration's folder holds, beside ``collected/``."""
-
-
-@dataclass(frozen=True)
-class Calibrate(Study):
-    """Settings of a calibration; see `Study`.
-
-    Attributes:
-        windows: group sizes W of the paper's rule; by default those of 4, 5, 8, 10 and 20 that fit the schedule.
-        signal_batches: rollout batches on which the learning signal of plans is measured.
-        signal_prompts: prompts of each of those.
-        signal_samples: samples per prompt there.
-        signal_passes: passes of the plans whose learning signal is measured.
-        signal_dimension: of the random projections in which it is.
-        contender_batches: of those batches, the first ones, for estimators that are there for comparison only.
-        centring_batches: likewise, for the bias under other ways to centre advantages.
-        update_samples: of an update in training, for which the loss of signal is told.
-        max_signal_loss: the plan to run has the fewest passes whose loss is below it with confidence.
-        min_cosine: beside it stands the plan with the fewest passes whose 95 % lower bound is at least this cosine.
-        timing_rounds: times that every update is timed, each round in another order.
-
-    Raises:
-        ValueError: a setting out of range; raised before any model is loaded.
-    """
-
-    windows: tuple[int, ...] = WINDOWS
-    calibration_batches: tuple[int, ...] = (3,)
-    predicted_passes: tuple[int, ...] = (8, 6, 5, 4)
-    signal_batches: int = 24
-    signal_prompts: int = 2
-    signal_samples: int = 8
-    signal_passes: tuple[int, ...] = (8, 5, 4, 3, 2)
-    signal_dimension: int = 2**16
-    contender_batches: int = 8
-    centring_batches: int = 8
-    update_samples: int = 64
-    max_signal_loss: float = 0.05
-    min_cosine: float = 0.99
-    timing_rounds: int = 3
-
-    def __post_init__(self) -> None:
-        if self.windows == WINDOWS:
-            object.__setattr__(self, "windows", tuple(w for w in WINDOWS if w <= self.steps) or (self.steps,))
-        super().__post_init__()
-        require_at_least(
-            self,
-            signal_batches=3,
-            signal_prompts=1,
-            signal_samples=2,
-            signal_dimension=1,
-            contender_batches=3,
-            centring_batches=3,
-            update_samples=1,
-            timing_rounds=2,
-        )
-        for name in ("max_signal_loss", "min_cosine"):
-            if not 0 < getattr(self, name) < 1:
-                raise ValueError(f"{name} must be between 0 and 1, found {getattr(self, name)}")
-        if not self.signal_passes or min(self.signal_passes) < 1:
-            raise ValueError(f"signal_passes must be at least 1, one of them needed, found {list(self.signal_passes)}")
-
-    @property
-    def signal_recipe(self) -> Recipe:
-        """How the batches of the learning signal are made."""
-        return replace(self.recipe, prompts=self.signal_prompts, samples=self.signal_samples)
 
 
 def start(settings: Calibrate, out: Path) -> Job:

@@ -16,7 +16,8 @@ import torch
 from scipy import stats
 from torch import Tensor
 
-from analysis.measure.rollouts import Batch, Recipe, make_batch
+from analysis.measure.rollouts import Batch, make_batch
+from analysis.measure.study import Recipe
 from jagg_core import ClippedSurrogate, Plan, Report, accumulate_gradients, causal_plan, exact_plan, load_backbone
 from jagg_core.backbones import Backbone
 from jagg_core.engine import PartlyClipped

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Literal, get_args
+from typing import get_args
 
 import numpy as np
 import torch
@@ -19,13 +19,12 @@ from analysis.measure.gradients import (
     plan_passes,
     trained_parameters,
 )
-from analysis.measure.spaces import DIMENSION, ExactSpace, ProjectedSpace, Space
+from analysis.measure.spaces import ExactSpace, ProjectedSpace, Space
+from analysis.measure.study import DIMENSION, SpaceName
 from jagg_core import Plan, Trajectory, VelocityPolicy
 from jagg_core.distributed import Sharding
 from jagg_core.memory import free_memory
 from jagg_core.objective import ClippedSurrogate
-
-SpaceName = Literal["auto", "exact", "projected"]
 
 WHOLE = "all"
 """Block of every parameter when none are told apart."""

@@ -21,10 +21,10 @@ from analysis.measure.cache import Arrays, Store
 from analysis.measure.cross_table import CrossTable, collect_table, plan_gradients, reachable_pairs
 from analysis.measure.estimators import Estimator, mean_of_draws
 from analysis.measure.knot_search import Knots, KnotSearch, searched
-from analysis.measure.rollouts import Batch, Recipe, check_prompts, make_batch, rollout_seed
+from analysis.measure.rollouts import Batch, check_prompts, make_batch, rollout_seed
 from analysis.measure.similarity import Similarity, cross_cosines, similarity, similarity_from_products
 from analysis.measure.spaces import gram_matrix, inner_product_error
-from analysis.measure.study import Study
+from analysis.measure.study import Recipe, Study
 from analysis.statistics.intervals import leak_test
 from analysis.statistics.names import METRICS
 from analysis.statistics.parameter_kinds import ordered_blocks, parameter_blocks

@@ -7,15 +7,12 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 
 from analysis.measure import shipped
 from analysis.measure.estimators import Estimator
 from analysis.measure.job import Job
-from analysis.measure.study import Study
-from jagg_core.backbones import check_backbone_name
-from jagg_core.checks import require_at_least
+from analysis.measure.study import Reproduce
 from jagg_core.environment import command_line
 from jagg_core.records import Cell, Record, recorded
 
@@ -30,38 +27,6 @@ OUTPUTS = (
     "figures/*.svg",
 )
 """What a run folder holds."""
-
-
-@dataclass(frozen=True)
-class Reproduce(Study):
-    """Settings of the main job; see `Study`.
-
-    Attributes:
-        leak_batches: on which the bias of anticipating plans is tested, at the first eta.
-        speed_backbones: timed too; the backbone itself is, at the batch of its rollouts.
-        speed_rounds: times that every arm is timed, each round in another order.
-        speed_batch: samples at which speed_backbones are timed.
-        speed_window: steps W of the timed group.
-
-    Raises:
-        ValueError: a setting out of range; raised before any model is loaded.
-    """
-
-    etas: tuple[float, ...] = (0.7, 0.3)
-    calibration_batches: tuple[int, ...] = (3, 2)
-    leak_batches: int = 8
-    speed_backbones: tuple[str, ...] = ("digits-flux",)
-    speed_rounds: int = 7
-    speed_batch: int = 16
-    speed_window: int = 5
-
-    def __post_init__(self) -> None:
-        for name in self.speed_backbones:
-            check_backbone_name(name)
-        require_at_least(self, leak_batches=3, speed_rounds=2, speed_batch=1, speed_window=2)
-        if self.speed_window > self.steps:
-            raise ValueError(f"speed_window must be at most the {self.steps} trained steps, found {self.speed_window}")
-        super().__post_init__()
 
 
 def run(settings: Reproduce, out: Path) -> Record:

@@ -2,80 +2,16 @@
 
 from __future__ import annotations
 
-import math
-from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from analysis.statistics.names import USUAL
-from jagg_core import Trajectory, Transition, VelocityPolicy, group_advantages, initial_latents, rollout
-from jagg_core.backbones import Backbone, ScheduleName, check_schedule, schedule_of
-from jagg_core.checks import require_at_least, require_one_of
+from analysis.measure.study import Recipe
+from jagg_core import Trajectory, VelocityPolicy, group_advantages, initial_latents, rollout
+from jagg_core.backbones import Backbone
 from jagg_core.rewards import Reward, score
-from jagg_core.schedule import TimestepMode
 from jagg_core.seeding import derive_seed, generator_for
-from jagg_core.transitions import TRANSITIONS
-
-
-@dataclass(frozen=True)
-class Recipe:
-    """How rollouts are made. The defaults are DanceGRPO's kernel and shift; steps and eta are ours.
-
-    Attributes:
-        steps: sampling steps.
-        shift: time shift of the schedule "dance".
-        schedule: sigmas; "own" are those of the backbone's sampler.
-        transition: kernel of the SDE steps, as the trainer has it.
-        timestep_mode: what the network is told instead of sigma, as the trainer has it.
-        prompts: of a rollout batch.
-        samples: per prompt.
-        guidance: scale; None is the backbone's usual one.
-        seed: of prompts, latents and noise.
-
-    Raises:
-        ValueError: a setting out of range.
-    """
-
-    steps: int = 21
-    shift: float = 3.0
-    schedule: ScheduleName = "dance"
-    transition: Literal["dance", "flow", "cps"] = "dance"
-    timestep_mode: TimestepMode = "float"
-    prompts: int = 2
-    samples: int = 3
-    guidance: float | None = None
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        require_at_least(self, steps=3, prompts=1, samples=2)
-        check_schedule(self.schedule, self.steps, self.shift)
-        require_one_of("transition", self.transition, tuple(TRANSITIONS))
-        require_one_of("timestep_mode", self.timestep_mode, TimestepMode)
-        if self.guidance is not None and not math.isfinite(self.guidance):
-            raise ValueError(f"guidance must be finite, found {self.guidance}")
-
-    @property
-    def batch(self) -> int:
-        """Samples per rollout batch."""
-        return self.prompts * self.samples
-
-    def sigmas(self, backbone: Backbone) -> Tensor:
-        """The schedule of a rollout, ``[steps + 1]``."""
-        return schedule_of(backbone, self.schedule, self.steps, self.shift)
-
-    def kernel(self, eta: float) -> Transition:
-        """The SDE steps' kernel.
-
-        Raises:
-            ValueError: ``eta`` out of range for it.
-        """
-        return TRANSITIONS[self.transition](eta)
-
-    def key(self) -> dict[str, Any]:
-        """By what a stored table is found."""
-        return {name: v for name, v in asdict(self).items() if name not in USUAL or v != USUAL[name]}
 
 
 @dataclass(frozen=True)

@@ -15,15 +15,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from analysis.measure.study import DIMENSION
 from analysis.statistics.parameter_kinds import ordered_blocks
 from jagg_core.distributed import Sharding
 from jagg_core.seeding import generator_for
 
 CHUNK = 2**11
 """Gradient elements per matrix product of a Gram matrix."""
-
-DIMENSION = 2**16
-"""Dimension of the projection by default: inner products within 1.1 % of the product of norms, 95 % of the time."""
 
 
 SIGN_TABLE = 16

@@ -9,7 +9,6 @@ from itertools import product
 from typing import Literal
 
 import numpy as np
-from scipy import stats
 
 DRAWS = 2000
 """Bootstrap draws, and random flips of signs."""
@@ -19,7 +18,6 @@ ROUNDING = 1e-12
 
 LARGEST_EXPONENT = 700.0
 """Of a factor that is still finite."""
-
 
 CLAIM_BATCHES = 8
 """Fewest batches from which anything is claimed: below, an interval is printed and no conclusion drawn."""
@@ -58,6 +56,8 @@ def mean_interval(samples: Sequence[float | None], scale: Scale = "linear", erro
     mean = float(values.mean())
     if n == 1:
         return Interval(mean, None, None, 1)
+    from scipy import stats
+
     reach = float(stats.t.ppf(1 - error / 2, n - 1) / math.sqrt(n))
     deviation = float(values.std(ddof=1))
     distance = {"linear": 0.0, "cosine": 1 - mean, "positive": mean}[scale]
@@ -76,6 +76,8 @@ def percentile_interval(value: float, draws: np.ndarray, n: int) -> Interval:
     a normal distribution beyond ``t sqrt(n / (n - 1))``: the expanded percentile interval (Hesterberg, 2015).
     ``draws``: may hold NaN, which is left out.
     """
+    from scipy import stats
+
     tail = float(stats.norm.sf(stats.t.ppf(0.975, n - 1) * math.sqrt(n / (n - 1))))
     low, high = np.nanquantile(draws, [tail, 1 - tail], method="nearest")
     return Interval(value, float(low), float(high), n)
@@ -141,5 +143,7 @@ def _leak_share(gram: np.ndarray) -> Interval:
     value = float(share(n, own.sum(), gram.sum()))
     without = share(n - 1, own.sum() - own, gram.sum() - 2 * rows + own)
     error = math.sqrt((n - 1) / n * float(((without - without.mean()) ** 2).sum()))
+    from scipy import stats
+
     reach = float(stats.t.ppf(0.975, n - 1)) * error
     return Interval(value, value - reach, value + reach, n)

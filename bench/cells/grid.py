@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from bench.arms import PHASES, arms_for
-from bench.compiling import BACKENDS
-from bench.group import GroupBench
+from bench.settings import BACKENDS, GroupBench
 
 WITHOUT_PHASES = "exact-bare"
 """The arm of which only the total is timed."""

@@ -25,8 +25,10 @@ from torch.utils.benchmark.utils.timer import timer
 from bench.arms import PHASES, Arm, arms_for, run_arm
 from bench.cells.grid import GRID
 from bench.compiling import compile_seconds, compiled_graphs, require_graphs, uncompiled
-from bench.group import GroupBench, clear, gradient, load_group, verify
-from bench.suite import Planned, why_not
+from bench.group import clear, gradient, load_group, verify
+from bench.presets import Planned
+from bench.settings import GroupBench
+from bench.suite import why_not
 from jagg_core.records import plain
 from jagg_core.reference import plain_gradient
 

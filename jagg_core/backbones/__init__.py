@@ -1,6 +1,6 @@
 """Backbones: the only place that knows diffusers. `load_backbone` gives one by name."""
 
-from jagg_core.backbones.protocol import Backbone, ScheduleName, check_schedule, fingerprints_of, schedule_of
+from jagg_core.backbones.protocol import Backbone, check_schedule, fingerprints_of, schedule_of
 from jagg_core.backbones.registry import (
     BackboneEntry,
     check_backbone_name,
@@ -9,6 +9,7 @@ from jagg_core.backbones.registry import (
     read_options,
     register_backbone,
 )
+from jagg_core.choices import ScheduleName
 
 __all__ = [
     "Backbone",

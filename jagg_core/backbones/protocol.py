@@ -5,12 +5,13 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Sequence
-from typing import Literal, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
 from jagg_core.checks import require_one_of
+from jagg_core.choices import ScheduleName
 from jagg_core.imports import source_fingerprint
 from jagg_core.policy import VelocityPolicy
 from jagg_core.schedule import dance_schedule
@@ -79,10 +80,6 @@ def fingerprints_of(backbone: Backbone, name: str) -> dict[str, str]:
         found["backbone"] = f"source {source_fingerprint(name.partition(':')[0])}"
     more: Callable[[], dict[str, str]] = getattr(backbone, "fingerprints", dict)
     return found | more()
-
-
-ScheduleName = Literal["dance", "own"]
-"""Which sigmas a rollout takes: DanceGRPO's grid, or those of the backbone's own sampler."""
 
 
 def schedule_of(backbone: Backbone, name: ScheduleName, steps: int, shift: float) -> Tensor:

@@ -10,7 +10,8 @@ The paper's four phases, for every bundle of knots that shares a backward call:
 `jagg_core.reference.plain_gradient` is the same in one short loop, without modes and checks.
 """
 
-from jagg_core.engine.modes import BackwardMode, OffPolicyError, PartlyClipped, UpstreamMode
+from jagg_core.choices import BackwardMode, PartlyClipped, UpstreamMode
+from jagg_core.engine.modes import OffPolicyError
 from jagg_core.engine.report import RatioNoise, Report
 from jagg_core.engine.update import accumulate_gradients
 

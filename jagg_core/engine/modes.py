@@ -8,14 +8,11 @@ from typing import Literal
 import torch
 
 from jagg_core.checks import require_one_of
+from jagg_core.choices import BackwardMode, PartlyClipped, UpstreamMode
 from jagg_core.distributed import on_any_rank
 from jagg_core.plans import Plan
 from jagg_core.policy import VelocityPolicy
 from jagg_core.trajectory import Trajectory, weights_version
-
-UpstreamMode = Literal["auto", "autograd", "closed_form", "interpolated"]
-BackwardMode = Literal["auto", "joint", "batched", "sequential"]
-PartlyClipped = Literal["exact", "keep"]
 
 AUTO_ELEMENTS = 2**20
 """``backward="auto"`` batches knots while a pass holds at most this many latent elements: a rule of shapes alone, so

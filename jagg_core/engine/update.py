@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from jagg_core.checks import require_one_of
+from jagg_core.choices import BackwardMode, PartlyClipped, UpstreamMode
 from jagg_core.engine.aggregation import Aggregation
-from jagg_core.engine.modes import BackwardMode, Modes, PartlyClipped, UpstreamMode, choose_modes
+from jagg_core.engine.modes import Modes, choose_modes
 from jagg_core.engine.passes import Passes
 from jagg_core.engine.report import RatioNoise, Report, figures_of, ratios_of
 from jagg_core.engine.upstream import WAYS, Given, Source, UpstreamGradients

@@ -7,19 +7,14 @@ import traceback
 from argparse import ArgumentError
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, get_type_hints
 
-import torch
-import torch.distributed as dist
-
-from jagg_core.distributed import RankFailed, join, rank
 from jagg_core.grpo.config import GRPOConfig
-from jagg_core.grpo.metrics import Metrics
 from jagg_core.grpo.presets import PRESETS, preset
 from jagg_core.grpo.reading import MODE, check_flags, load_yaml, require_values
-from jagg_core.grpo.run import WriteFailed, train
-from jagg_core.grpo.trainer import TrainingStopped
-from jagg_core.rewards import RewardFailed
+
+if TYPE_CHECKING:
+    from jagg_core.grpo.metrics import Metrics
 
 EXAMPLE = (
     "example: python -m jagg_core train --preset dancegrpo --model.backbone digits-flux --reward.name classifier "
@@ -51,7 +46,8 @@ def parser(overrides: dict[str, dict[str, Any]]) -> Any:
     top.add_argument("--out", type=Path, required=True, help="run folder")
     top.add_argument("--resume", action="store_true", help="go on after the newest checkpoint in the run folder")
     top.add_argument("--warm-start", type=Path, help="checkpoint whose weights alone are taken over")
-    top.add_class_arguments(GRPOConfig)
+    for section, settings in get_type_hints(GRPOConfig).items():  # a default GRPOConfig would check itself: needs torch
+        top.add_class_arguments(settings, section)
     top.set_defaults({f"{section}.{name}": v for section, values in overrides.items() for name, v in values.items()})
     return top
 
@@ -83,10 +79,31 @@ def _parsed(top: Any, argv: Sequence[str]) -> Any:
 
 def main(argv: Sequence[str]) -> None:
     """Train. Exits with 2 for settings that cannot be used, with 1 for a run that stopped."""
+    try:
+        _train(*configure(argv))  # help ends in here, before torch loads
+    except KeyboardInterrupt:
+        print("\npython -m jagg_core train: interrupted; --resume goes on after the newest checkpoint", file=sys.stderr)
+        sys.exit(130)
+    except ImportError as error:
+        extras = "grpo,pretrained,rewards"
+        print(f"python -m jagg_core train: error: {error}: pip install 'jagg-core[{extras}]'", file=sys.stderr)
+        sys.exit(2)
+    except (ValueError, OSError, FloatingPointError) as error:
+        print(f"python -m jagg_core train: error: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
+def _train(arguments: Any, config: GRPOConfig) -> None:
+    import torch
+    import torch.distributed as dist
     from tqdm import tqdm
 
+    from jagg_core.distributed import RankFailed, join, rank
+    from jagg_core.grpo.run import WriteFailed, train
+    from jagg_core.grpo.trainer import TrainingStopped
+    from jagg_core.rewards import RewardFailed
+
     try:
-        arguments, config = configure(argv)
         join(config.model.device, config.run.timeout)
         first = rank() == 0
         with tqdm(total=config.run.updates, desc="train", unit="update", disable=not first) as bar:
@@ -100,14 +117,7 @@ def main(argv: Sequence[str]) -> None:
         sys.exit(1)
     except (TrainingStopped, RankFailed, WriteFailed) as error:
         sys.exit(f"python -m jagg_core train: stopped: {error}")
-    except KeyboardInterrupt:
-        print("\npython -m jagg_core train: interrupted; --resume goes on after the newest checkpoint", file=sys.stderr)
-        sys.exit(130)
-    except ImportError as error:
-        extras = "grpo,pretrained,rewards"
-        print(f"python -m jagg_core train: error: {error}: pip install 'jagg-core[{extras}]'", file=sys.stderr)
-        sys.exit(2)
-    except (ValueError, OSError, FloatingPointError, torch.cuda.OutOfMemoryError) as error:
+    except torch.cuda.OutOfMemoryError as error:
         print(f"python -m jagg_core train: error: {error}", file=sys.stderr)
         sys.exit(2)
     finally:

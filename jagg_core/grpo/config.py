@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from jagg_core.grpo.plans import jagg_frac_of
 from jagg_core.grpo.settings import (
     AdvantageSettings,
     ModelSettings,
@@ -17,10 +16,7 @@ from jagg_core.grpo.settings import (
     RolloutSettings,
     RunSettings,
 )
-from jagg_core.plans import find_estimator, groups_of
 from jagg_core.records import RecordError, read_json
-from jagg_core.rewards import check_reward, options_of
-from jagg_core.transitions import TRANSITIONS
 
 
 @dataclass(frozen=True)
@@ -53,6 +49,8 @@ class GRPOConfig:
     parallel: ParallelSettings = field(default_factory=ParallelSettings)
 
     def __post_init__(self) -> None:
+        from jagg_core.plans import find_estimator, groups_of
+
         self._check_rewards()
         steps, plan = self.rollout.trained_steps, self.plan
         kind = find_estimator(plan.estimator).kind
@@ -78,6 +76,8 @@ class GRPOConfig:
             )
 
     def _check_rewards(self) -> None:
+        from jagg_core.rewards import check_reward, options_of
+
         left = set(self.reward.options)
         for name in (self.reward.name, *self.run.eval_rewards):
             options = options_of(name, self.reward.options)
@@ -88,6 +88,10 @@ class GRPOConfig:
 
     def _check_calibration(self) -> None:
         """Refuse one of another kernel; the trainer, which knows the backbone's schedule, checks that."""
+        from jagg_core.grpo.plans import jagg_frac_of
+        from jagg_core.plans import find_estimator
+        from jagg_core.transitions import TRANSITIONS
+
         given = self.rollout
         if given.trained != "all":
             raise ValueError(

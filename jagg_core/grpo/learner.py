@@ -14,13 +14,19 @@ from jagg_core.distributed import FixedParameters, on_any_rank, ranks, shard
 from jagg_core.grpo.communication import CollectiveClock
 from jagg_core.grpo.config import GRPOConfig
 from jagg_core.grpo.deferred import DeferredGradients
-from jagg_core.grpo.settings import ModelSettings, precision
+from jagg_core.grpo.settings import ModelSettings
 from jagg_core.grpo.weights import AveragedWeights, MasterWeights
 from jagg_core.policy import VelocityPolicy
 from jagg_core.trajectory import bits_version
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 """What AdamW keeps of each parameter."""
+
+
+def precision(dtype: str) -> torch.dtype:
+    """The torch dtype of a name in `jagg_core.grpo.settings.DTYPES`."""
+    found: torch.dtype = getattr(torch, dtype)
+    return found
 
 
 class Learner:

@@ -1,23 +1,19 @@
-"""Settings of a training run, a dataclass for each section of its configuration."""
+"""Settings of a training run, a dataclass for each section of its configuration.
+
+Checks import what they need themselves: the help of a command shows these classes and must not wait for torch, which
+jsonargparse would load even for ``if TYPE_CHECKING``.
+"""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from typing import Literal, get_args
 
-import torch
-
-from jagg_core.backbones import ScheduleName, check_schedule, read_options
 from jagg_core.checks import require_at_least, require_one_of, require_positive
-from jagg_core.engine import BackwardMode, PartlyClipped, UpstreamMode
+from jagg_core.choices import BackwardMode, PartlyClipped, ScheduleName, Sweep, TimestepMode, UpstreamMode
 from jagg_core.imports import import_object
-from jagg_core.objective import ClippedSurrogate
-from jagg_core.pathwise import Sweep
-from jagg_core.plans import Plan, check_knots, find_estimator, routed_groups
-from jagg_core.schedule import TimestepMode
-from jagg_core.transitions import TRANSITIONS
 
 TrainedSteps = Literal["all", "random", "window"]
 DTYPES = ("float32", "bfloat16", "float64")
@@ -49,6 +45,8 @@ class ModelSettings:
     ema_decay: float = 0.0
 
     def __post_init__(self) -> None:
+        from jagg_core.backbones import read_options
+
         read_options(self.backbone, self.options)
         require_one_of("dtype", self.dtype, DTYPES)
         if self.guidance is not None and not math.isfinite(self.guidance):
@@ -98,6 +96,9 @@ class RolloutSettings:
     window_interval: int = 0
 
     def __post_init__(self) -> None:
+        from jagg_core.backbones import check_schedule
+        from jagg_core.transitions import TRANSITIONS
+
         require_at_least(self, prompts=1, samples=1, micro_batch=1, steps=2, window_size=1, window_interval=0)
         check_schedule(self.schedule, self.steps, self.shift)
         require_one_of("transition", self.transition, tuple(TRANSITIONS))
@@ -214,6 +215,8 @@ class PlanSettings:
     recalibrate: str = "analysis.measure.recalibrate:causal_knots"
 
     def __post_init__(self) -> None:
+        from jagg_core.plans import Plan, check_knots, find_estimator, routed_groups
+
         kind = find_estimator(self.estimator).kind
         require_one_of("weighting", self.weighting, ("sigma", "index"))
         require_one_of("upstream", self.upstream, (*get_args(UpstreamMode), "pathwise"))
@@ -247,6 +250,8 @@ class PlanSettings:
 
     def _check_pathwise(self) -> None:
         """Refuse what has another expectation: a plan that looks ahead has a term that the reward's gradient misses."""
+        from jagg_core.plans import find_estimator
+
         estimator = find_estimator(self.estimator)
         if estimator.looks_ahead:
             raise ValueError(f"upstream pathwise needs an estimator that does not look ahead, got {self.estimator}")
@@ -276,11 +281,9 @@ class ObjectiveSettings:
     kl_form: Literal["noise", "std", "mean", "velocity"] = "noise"
 
     def __post_init__(self) -> None:
-        self.build()
+        from jagg_core.objective import ClippedSurrogate
 
-    def build(self) -> ClippedSurrogate:
-        """The objective."""
-        return ClippedSurrogate(self.clip_range, self.adv_clip, self.kl_beta, self.kl_form)
+        ClippedSurrogate(**asdict(self))
 
 
 @dataclass(frozen=True)
@@ -372,9 +375,3 @@ class ParallelSettings:
 
     def __post_init__(self) -> None:
         require_at_least(self, shards=0)
-
-
-def precision(dtype: str) -> torch.dtype:
-    """The torch dtype of a name in `DTYPES`."""
-    found: torch.dtype = getattr(torch, dtype)
-    return found

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +17,12 @@ from jagg_core.engine import Report, accumulate_gradients
 from jagg_core.grpo.config import GRPOConfig
 from jagg_core.grpo.graphs import require_memory
 from jagg_core.grpo.inputs import inputs_of
-from jagg_core.grpo.learner import Learner
+from jagg_core.grpo.learner import Learner, precision
 from jagg_core.grpo.metrics import Metrics, timed
 from jagg_core.grpo.plans import make_plan
 from jagg_core.grpo.sampling import Samples, prompts_of, random_steps, samples_of, window_of
-from jagg_core.grpo.settings import precision
 from jagg_core.imports import import_object
+from jagg_core.objective import ClippedSurrogate
 from jagg_core.pathwise import adjoint_sweep, advantage_slopes, pathwise_upstream
 from jagg_core.policy import VelocityPolicy
 from jagg_core.records import read_json
@@ -103,7 +103,7 @@ class GRPOTrainer:
         backbone = self.learner.backbone
         self.sigmas = schedule_of(backbone, config.rollout.schedule, config.rollout.steps, config.rollout.shift)
         self.transition = TRANSITIONS[config.rollout.transition](config.rollout.eta)
-        self.objective = config.objective.build()
+        self.objective = ClippedSurrogate(**asdict(config.objective))
         self.update = 0
         self.plan = config.plan
         if config.plan.calibration:

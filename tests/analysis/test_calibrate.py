@@ -18,10 +18,11 @@ import pytest
 import torch
 
 from analysis.__main__ import QUICK, main, parser, settings_from
-from analysis.measure import calibrate, job
-from analysis.measure.calibrate import Calibrate, collect, round_order, run
+from analysis.measure import calibrate, job, study
+from analysis.measure.calibrate import collect, round_order, run
 from analysis.measure.job import NotReproducible, fresh_lora_note
-from analysis.measure.rollouts import Batch, Recipe
+from analysis.measure.rollouts import Batch
+from analysis.measure.study import Calibrate, Recipe
 from analysis.report import figures
 from analysis.report.fidelity.recommendation import calibration
 from analysis.report.fidelity.signal_tables import signal
@@ -539,7 +540,7 @@ def test_rewards_that_never_vary_are_said(calibrated: Callable[..., Record]) -> 
 @pytest.mark.parametrize(("steps", "passes"), [(3, (2, 1)), (4, (8, 3, 2)), (6, (8,))])
 def test_the_shortest_schedules_run(steps: int, passes: tuple[int, ...], calibrated: Callable[..., Record]) -> None:
     recipe = Recipe(steps=steps, prompts=1, samples=2)
-    found = calibrated(windows=calibrate.WINDOWS, signal_passes=passes, recipe=recipe)
+    found = calibrated(windows=study.WINDOWS, signal_passes=passes, recipe=recipe)
     assert not_ok(found) == {}
     assert calibration(found, 0.7, {"signal": signal(found)})["recommended"]
 

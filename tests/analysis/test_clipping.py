@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from analysis.measure.clipping import half_width, measure
-from analysis.measure.rollouts import Recipe, make_batch
+from analysis.measure.rollouts import make_batch
+from analysis.measure.study import Recipe
 from jagg_core import load_backbone
 from jagg_core.rewards import load_reward
 

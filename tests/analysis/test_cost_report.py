@@ -20,7 +20,7 @@ SPEED = Path(__file__).parents[2] / "results" / "reference" / "photos-flux" / "s
 @pytest.fixture(autouse=True)
 def counted(monkeypatch: pytest.MonkeyPatch) -> None:
     """FLUX.1 dev at 720x720, without counting."""
-    monkeypatch.setattr("bench.cost_study.count_work", lambda *_: PassWork(37.28e12, 74.55e12, 11_901_408_320))
+    monkeypatch.setattr("bench.work.count_work", lambda *_: PassWork(37.28e12, 74.55e12, 11_901_408_320))
 
 
 def study(**settings: object) -> Record:

@@ -12,7 +12,8 @@ import pandas as pd
 import pytest
 from torch import Tensor
 
-from analysis.measure.reward_curves import NOT_REACHED, Curves, run
+from analysis.measure.curve_settings import Curves
+from analysis.measure.reward_curves import NOT_REACHED, run
 from analysis.report.curve_tables import (
     all_tables,
     arms,

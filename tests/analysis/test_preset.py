@@ -10,9 +10,7 @@ from typing import Any
 import pytest
 
 from analysis.__main__ import main, parser, settings_from
-from analysis.measure.calibrate import Calibrate
-from analysis.measure.rollouts import Recipe
-from analysis.measure.study import Study
+from analysis.measure.study import Calibrate, Recipe, Study
 from analysis.report import figures
 from jagg_core import Plan
 from jagg_core.backbones import registry

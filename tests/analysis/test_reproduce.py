@@ -20,8 +20,8 @@ from PIL import Image
 from analysis.__main__ import main
 from analysis.measure import estimators, gradients, job, reproduce, shipped
 from analysis.measure.job import NotReproducible
-from analysis.measure.reproduce import Reproduce, run
-from analysis.measure.rollouts import Recipe
+from analysis.measure.reproduce import run
+from analysis.measure.study import Recipe, Reproduce
 from analysis.report.fidelity import tables
 from analysis.report.fidelity.printable import printable
 from analysis.report.write import write_report

@@ -10,8 +10,8 @@ import pytest
 
 from analysis.__main__ import QUICK, main, parser, settings_from
 from analysis.measure import job, reproduce
-from analysis.measure.reproduce import Reproduce, run
-from analysis.measure.rollouts import Recipe
+from analysis.measure.reproduce import run
+from analysis.measure.study import Recipe, Reproduce
 
 NAN, INF = float("nan"), float("inf")
 

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from analysis.measure.rollouts import Batch, Recipe, make_batch, rollout_seed
+from analysis.measure.rollouts import Batch, make_batch, rollout_seed
+from analysis.measure.study import Recipe
 from jagg_core import dance_schedule
 from jagg_core.rewards import load_reward
 from jagg_core.rewards.base import FunctionReward

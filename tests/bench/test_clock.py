@@ -13,9 +13,10 @@ from torch.utils.benchmark.utils.timer import timer as torch_timer
 from bench import group, update
 from bench.arms import PHASES, Group, arms_for
 from bench.cells import test_cells
-from bench.group import GroupBench, load_group, run_group_bench, time_arm
+from bench.group import load_group, run_group_bench, time_arm
 from bench.rounds import time_in_rounds
-from bench.update import UpdateBench, run_update_bench
+from bench.settings import GroupBench, UpdateBench
+from bench.update import run_update_bench
 from jagg_core import dance_schedule
 from jagg_core.records import Cell
 

@@ -16,11 +16,12 @@ from torch import Tensor, nn
 
 from bench.__main__ import main
 from bench.collective_ranks import measure, work
-from bench.collectives import CollectiveBench, record_of, settings_of
+from bench.collectives import record_of, settings_of
 from bench.cost import SCHEMES
 from bench.counting import Counter
 from bench.findings import findings
 from bench.layouts import lay_out, without_reduction
+from bench.settings import CollectiveBench
 from jagg_core.records import Cell, Record
 from tests.bench.wide import Deep
 

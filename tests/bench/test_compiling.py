@@ -13,8 +13,9 @@ from bench import group, update
 from bench.__main__ import main
 from bench.arms import arms_for
 from bench.compiling import compile_blocks, compile_seconds, compiled_graphs
-from bench.group import GroupBench, run_group_bench
-from bench.update import PARTS, UpdateBench, run_update_bench
+from bench.group import run_group_bench
+from bench.settings import GroupBench, UpdateBench
+from bench.update import PARTS, run_update_bench
 from jagg_core import dance_schedule
 from jagg_core.backbones import load_backbone
 from jagg_core.records import Record

@@ -167,7 +167,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> list[object]:
         asked.append(arguments)
         return WORK
 
-    monkeypatch.setattr("bench.cost_study.count_work", count)
+    monkeypatch.setattr("bench.work.count_work", count)
     return asked
 
 
@@ -249,7 +249,8 @@ def test_a_model_that_the_meta_device_cannot_hold(monkeypatch: pytest.MonkeyPatc
 
 WITHOUT_WEIGHTS = """
 import logging
-from bench.group import GroupBench, load
+from bench.group import load
+from bench.settings import GroupBench
 try:
     load(GroupBench("flux-dev", backbone_options=("path=/nowhere",)))
 except ValueError as error:

@@ -13,7 +13,8 @@ import torch
 from bench import arms, group
 from bench.__main__ import main
 from bench.arms import PHASES, arms_for, run_arm
-from bench.group import GroupBench, load_group, run_group_bench
+from bench.group import load_group, run_group_bench
+from bench.settings import GroupBench
 from jagg_core import RatioNoise, dance_schedule
 from jagg_core.records import Record
 from jagg_core.reference import TOLERANCE, relative_error

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from bench.__main__ import main
-from bench.group import GroupBench
 from bench.memory import REPEATS, LiveBytes, arm_names, measure, run_memory_bench
+from bench.settings import GroupBench
 from jagg_core.records import Record
 
 SETTINGS = GroupBench(backbone="tests.bench.wide:load", batch=512, window=5)

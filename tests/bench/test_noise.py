@@ -15,10 +15,11 @@ from bench import group, update
 from bench.__main__ import main
 from bench.arms import Arm, Group
 from bench.compare import compare
-from bench.group import GroupBench, run_group_bench
+from bench.group import run_group_bench
 from bench.lines import speed_lines, step_lines
 from bench.noise import NOISY, Ratio, exact_against_itself, noise_findings, noise_floor, ratio_of_medians
-from bench.update import UpdateBench, run_update_bench
+from bench.settings import GroupBench, UpdateBench
+from bench.update import run_update_bench
 from jagg_core.records import Cell, Record
 
 SMALL: dict[str, Any] = {"batch": 2, "rounds": 3, "window": 2, "steps": 5}
@@ -90,7 +91,7 @@ def test_the_summary_of_a_suite_has_it(
     noisy = record_of([1.0] * 5, [1.5] * 5)
     noisy.write(tmp_path / "group.json")
     cells = [Cell("group/stub", settings={"kind": "group", "file": "group.json"})]
-    monkeypatch.setattr("bench.__main__.run_suite", lambda *_: Record("bench", [], "smoke", {}, {}, cells=cells))
+    monkeypatch.setattr("bench.suite.run_suite", lambda *_: Record("bench", [], "smoke", {}, {}, cells=cells))
     main(["run", "--preset", "smoke", "--out", str(tmp_path)])
     assert noise_findings(noisy)[0] in capsys.readouterr().out
 

@@ -11,10 +11,9 @@ import torch
 
 from bench import children, progress, suite
 from bench.__main__ import main
-from bench.collectives import CollectiveBench
-from bench.group import GroupBench
-from bench.suite import PRESETS, Planned, needed_bytes, run_suite, why_not
-from bench.update import UpdateBench
+from bench.presets import PRESETS, Planned
+from bench.settings import CollectiveBench, GroupBench, UpdateBench
+from bench.suite import needed_bytes, run_suite, why_not
 from jagg_core.records import Record
 
 WIDE = GroupBench(backbone="tests.bench.wide:load", window=2, batch=4, rounds=2, steps=4)

@@ -9,8 +9,9 @@ import torch
 
 from bench import update
 from bench.__main__ import main
+from bench.settings import UpdateBench
 from bench.speed_ups import PARTS, update_speed_ups
-from bench.update import Optimizer, UpdateBench, paper_parts, run_update_bench
+from bench.update import Optimizer, paper_parts, run_update_bench
 from jagg_core import dance_schedule, jagg_plan
 from jagg_core.records import Cell, Record
 

@@ -94,12 +94,12 @@ def read_record(path: Path) -> Record:
         RecordError: damaged; names the file, the field, and what is wrong with it.
     """
     record = Record.read(path)
+    _check(PARTS, vars(record), f"{path}: ")
     for name in record.settings.get("estimators", ()):
         try:
             find_estimator(name)  # a stranger's has to be importable here too
         except ValueError as error:
             raise RecordError(f"{path}: {error}") from error
-    _check(PARTS, vars(record), f"{path}: ")
     _check(SETTINGS, record.settings, f"{path}: settings.")
     for name in ("settings", "environment", "seeds"):
         setattr(record, name, Fields(getattr(record, name), f"{path}: {name}"))

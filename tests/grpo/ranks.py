@@ -32,7 +32,14 @@ SMALL = changed(model={"ema_decay": 0.0}, rollout={"micro_batch": 1}, run={"max_
 CLIPPED = changed(
     SMALL,
     model={"dtype": "float64"},
-    plan={"estimator": "jagg", "knots": (), "window": 4, "jagg_frac": 1.0, "backward": "sequential"},
+    plan={
+        "estimator": "jagg",
+        "knots": (),
+        "window": 4,
+        "jagg_frac": 1.0,
+        "backward": "sequential",
+        "partly_clipped": "exact",
+    },
     objective={"clip_range": 1e-5},
     optimizer={"epochs": 2},
 )

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import math
 import warnings
 from collections.abc import Callable, Sequence
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +20,7 @@ from jagg_core.seeding import initial_latents
 from jagg_core.trajectory import rollout
 from jagg_core.transitions import DanceSDE
 from tests.jagg_core.fields import noise_like
+from tests.spawning import grouped
 
 RANKS = 3
 SAMPLES, ELEMENTS, STEPS, DIMENSION = 6, 6, 3, 40
@@ -221,20 +220,11 @@ def measure(rank: int, name: str) -> dict[str, Any]:
     return results
 
 
-def work(rank: int, folder: str) -> None:
-    """Measure all layouts, those of fewer ranks after those of more, and write what was found."""
+def work(rank: int, folder: Path) -> dict[str, Any]:
+    """Measure all layouts, those of fewer ranks after those of more."""
     warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
+    found = {}
     for world in range(RANKS, rank, -1):
-        dist.init_process_group(
-            "gloo",
-            init_method=(Path(folder) / f"rendezvous{world}").as_uri(),
-            rank=rank,
-            world_size=world,
-            timeout=timedelta(seconds=120),
-        )
-        try:
-            for name in (name for name in LAYOUTS if ranks_of(name) == world):
-                (Path(folder) / f"{name}-{rank}.json").write_text(json.dumps(measure(rank, name)))
-        finally:
-            dist.destroy_process_group()
+        with grouped(folder / f"rendezvous{world}", rank, world):
+            found |= {name: measure(rank, name) for name in LAYOUTS if ranks_of(name) == world}
+    return found

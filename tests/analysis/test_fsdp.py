@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,13 +16,8 @@ Results = dict[str, list[dict[str, Any]]]
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
     """What every rank found in each layout."""
-    folder = tmp_path_factory.mktemp("ranks")
-    run_ranks(ranks.work, ranks.RANKS, folder, 280)
-
-    def read(layout: str) -> list[dict[str, Any]]:
-        return [json.loads((Path(folder) / f"{layout}-{n}.json").read_text()) for n in range(ranks.ranks_of(layout))]
-
-    return {layout: read(layout) for layout in ranks.LAYOUTS}
+    found = run_ranks(ranks.work, ranks.RANKS, tmp_path_factory.mktemp("ranks"))
+    return {layout: [rank[layout] for rank in found[: ranks.ranks_of(layout)]] for layout in ranks.LAYOUTS}
 
 
 @pytest.fixture(scope="module")

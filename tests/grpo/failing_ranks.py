@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -17,6 +14,7 @@ from jagg_core.distributed import RankFailed
 from jagg_core.grpo import GRPOTrainer, train
 from tests.grpo.ranks import Spoiled
 from tests.grpo.runs import changed
+from tests.spawning import grouped
 
 CONFIG = changed(
     rollout={"micro_batch": 1},
@@ -54,26 +52,21 @@ def broken_later(images: Tensor, prompts: Sequence[str]) -> Tensor:
     return values * float("nan") if dist.get_rank() == 1 and len(asked) > 2 else values
 
 
-def work(rank: int, folder: str) -> None:
+def work(rank: int, folder: Path) -> dict[str, Any]:
     """Fail in every way; see test_failing.py for what is expected."""
-    torch.set_num_threads(1)
-    place = Path(folder)
-    dist.init_process_group(
-        "gloo", init_method=(place / "rendezvous").as_uri(), rank=rank, world_size=2, timeout=timedelta(seconds=60)
-    )
-    trainer = GRPOTrainer(CONFIG)
-    held_out = trainer.evaluate()
-    found: dict[str, Any] = {"evaluation": {}, "others": {}}
-    for failure in FAILURES:
-        found["evaluation"][failure] = _failing(trainer, failure, trainer.evaluate)
-    found["others"]["update"] = _failing(trainer, "error", trainer.step)
-    found["others"]["recalibration"] = _failing(trainer, "nan", partial(trainer.batches, "recalibration"))
-    found["same"] = trainer.evaluate() == held_out
-    found["taken"] = _told(lambda: train(CONFIG, place / "taken"))
-
-    found["run"] = _told(lambda: train(changed(CONFIG, reward=LATER), place / "run"))
-    (place / f"{rank}.json").write_text(json.dumps(found))
-    dist.destroy_process_group()
+    with grouped(folder / "rendezvous", rank):
+        trainer = GRPOTrainer(CONFIG)
+        held_out = trainer.evaluate()
+        return {
+            "evaluation": {failure: _failing(trainer, failure, trainer.evaluate) for failure in FAILURES},
+            "others": {
+                "update": _failing(trainer, "error", trainer.step),
+                "recalibration": _failing(trainer, "nan", partial(trainer.batches, "recalibration")),
+            },
+            "same": trainer.evaluate() == held_out,
+            "taken": _told(lambda: train(CONFIG, folder / "taken")),
+            "run": _told(lambda: train(changed(CONFIG, reward=LATER), folder / "run")),
+        }
 
 
 def _failing(trainer: GRPOTrainer, failure: str, do: Callable[[], object]) -> str:

@@ -5,15 +5,14 @@ from __future__ import annotations
 import json
 import os
 from dataclasses import asdict
-from datetime import timedelta
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 
 from jagg_core.grpo import GRPOTrainer, Metrics, checkpoint, train
 from jagg_core.grpo.run import read, write
 from tests.grpo.runs import changed, tensors
+from tests.spawning import grouped
 
 CONFIG = changed(run={"eval_prompts": 2, "eval_samples": 2}, optimizer={"learning_rate": 1e-3})
 UPDATES, BEFORE = 5, 3
@@ -22,30 +21,20 @@ UPDATES, BEFORE = 5, 3
 DYING = changed(CONFIG, run={"updates": UPDATES, "checkpoint_every": 1})
 
 
-def work(rank: int, folder: str) -> None:
+def work(rank: int, folder: Path) -> None:
     """Train sharded; then as copies, from the checkpoint in ``start``; then in a run of which one rank is lost."""
-    torch.set_num_threads(1)
-    place = Path(folder)
-    _join(place / "first", rank)
-    _train(place / "sharded", rank, shards=0, start=None, updates=UPDATES)
-    dist.destroy_process_group()
-    _join(place / "second", rank)
-    [start] = checkpoint.checkpoints(place / "start")
-    _train(place / "copies", rank, shards=1, start=start, updates=UPDATES - BEFORE)
-    dist.destroy_process_group()
-    _join(place / "third", rank)
+    with grouped(folder / "first", rank):
+        _train(folder / "sharded", rank, shards=0, start=None, updates=UPDATES)
+    with grouped(folder / "second", rank):
+        [start] = checkpoint.checkpoints(folder / "start")
+        _train(folder / "copies", rank, shards=1, start=start, updates=UPDATES - BEFORE)
 
     def die(metrics: Metrics) -> None:
         if metrics.update == 2 and rank == 1:
             os._exit(7)
 
-    train(DYING, place / "dying", progress=die)
-
-
-def _join(rendezvous: Path, rank: int) -> None:
-    dist.init_process_group(
-        "gloo", init_method=rendezvous.as_uri(), rank=rank, world_size=2, timeout=timedelta(seconds=90)
-    )
+    with grouped(folder / "third", rank):
+        train(DYING, folder / "dying", progress=die)
 
 
 def _train(place: Path, rank: int, shards: int, start: Path | None, updates: int) -> None:

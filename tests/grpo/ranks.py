@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,6 +19,7 @@ from jagg_core.distributed import FixedParameters, shard
 from jagg_core.grpo import GRPOConfig, GRPOTrainer, deferred
 from jagg_core.grpo.deferred import DeferredGradients
 from tests.grpo.runs import changed
+from tests.spawning import grouped
 
 SLEEP = 1.0
 """Seconds that the second rank's reward takes."""
@@ -95,44 +94,25 @@ class Spoiled(FixedParameters):
         return found * float("nan") if self.calls == self.at + 1 else found
 
 
-def work(rank: int, folder: str) -> None:
+def work(rank: int, folder: Path) -> dict[str, Any]:
     """Measure and compare; see test_ranks.py for what is expected."""
-    torch.set_num_threads(1)
-    place = Path(folder)
-    dist.init_process_group(
-        "gloo",
-        init_method=(place / "rendezvous").as_uri(),
-        rank=rank,
-        world_size=2,
-        timeout=timedelta(seconds=120),
-    )
-    found: dict[str, Any] = {
-        "waiting": _update(changed(SMALL, reward={"name": "tests.grpo.ranks:slow"})),
-        "adapted": _adapted(),
-        "half": _half(),
-        "broken": _broken(rank),
-        "refused": _refused(rank),
-    }
-    moved: dict[str, list[Tensor]] = {}
-    for name, parallel in PARALLEL.items():
-        found[name] = _update(changed(CLIPPED, parallel=parallel), moved.setdefault(name, []))
+    with grouped(folder / "rendezvous", rank):
+        found: dict[str, Any] = {
+            "waiting": _update(changed(SMALL, reward={"name": "tests.grpo.ranks:slow"})),
+            "adapted": _adapted(),
+            "half": _half(),
+            "broken": _broken(rank),
+            "refused": _refused(rank),
+            "pathwise": asdict(GRPOTrainer(PATHWISE).step()),
+        }
+        moved: dict[str, list[Tensor]] = {}
+        for name, parallel in PARALLEL.items():
+            found[name] = _update(changed(CLIPPED, parallel=parallel), moved.setdefault(name, []))
     found["moved"] = max(part.abs().max().item() for part in moved["at once"])
     for one, other in (("at once", "deferred"), ("copies", "copies, deferred")):
         pairs = zip(moved[one], moved[other], strict=True)
         found[other]["difference"] = max((a - b).abs().max().item() for a, b in pairs if a.numel())
-    (place / f"{rank}.json").write_text(json.dumps(found))
-    dist.destroy_process_group()
-
-
-def pathwise_work(rank: int, folder: str) -> None:
-    """One pathwise update of a sharded network; see test_pathwise.py."""
-    torch.set_num_threads(1)
-    place = Path(folder)
-    rendezvous = (place / "rendezvous").as_uri()
-    dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=2, timeout=timedelta(seconds=60))
-    metrics = GRPOTrainer(PATHWISE).step()
-    (place / f"{rank}.json").write_text(json.dumps(asdict(metrics)))
-    dist.destroy_process_group()
+    return found
 
 
 def _update(config: GRPOConfig, moved: list[Tensor] | None = None) -> dict[str, Any]:

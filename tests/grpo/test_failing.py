@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +24,7 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str
     """The folder, and what each of two ranks was told; another run held ``taken``."""
     folder = tmp_path_factory.mktemp("ranks")
     with only_run_in(folder / "taken"):
-        run_ranks(work, 2, folder, seconds=200)
-    return folder, [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
+        return folder, run_ranks(work, 2, folder)
 
 
 @pytest.mark.parametrize("failure", FAILURES)

@@ -42,7 +42,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Alone]:
     alone = Alone(folder)
     torch.set_num_threads(threads)
     with pytest.raises(ProcessExitedException, match="process 1 terminated with exit code 7"):
-        run_ranks(work, 2, folder, seconds=250)
+        run_ranks(work, 2, folder)
     return folder, alone
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import pytest
@@ -12,10 +11,9 @@ from torch import Tensor
 from jagg_core.grpo import GRPOTrainer
 from jagg_core.grpo.metrics import Metrics
 from jagg_core.transitions import expand
-from tests.grpo.ranks import PATHWISE, pathwise_work
+from tests.grpo.ranks import PATHWISE
 from tests.grpo.runs import changed
 from tests.grpo.test_trainer import gradient_of
-from tests.spawning import run_ranks
 
 RAW = changed(PATHWISE, plan={"estimator": "exact", "knots": ()}, advantage={"centre": "none", "scale": "none"})
 """Advantages are the rewards: the pathwise gradient is then that of the mean reward."""
@@ -115,13 +113,3 @@ def test_a_reward_without_gradient_is_one_line() -> None:
     trainer = GRPOTrainer(changed(PATHWISE, reward={"name": "tests.grpo.runs:constant"}))
     with pytest.raises(ValueError, match="has no gradient in the images"):
         trainer.step()
-
-
-def test_two_ranks_follow_one(tmp_path_factory: pytest.TempPathFactory) -> None:
-    folder = tmp_path_factory.mktemp("ranks")
-    run_ranks(pathwise_work, 2, folder, seconds=120)
-    alone = GRPOTrainer(PATHWISE).step()
-    for rank in range(2):
-        found = json.loads((folder / f"{rank}.json").read_text())
-        assert found["grad_norm"] == pytest.approx(alone.grad_norm, rel=1e-4)
-        assert found["passes"] == alone.passes

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import warnings
 from typing import Any
 
@@ -10,7 +9,7 @@ import pytest
 
 from jagg_core.grpo import GRPOTrainer
 from jagg_core.grpo.communication import covered
-from tests.grpo.ranks import ADAPTED, BROKEN_AT, PARALLEL, SLEEP, SMALL, work
+from tests.grpo.ranks import ADAPTED, BROKEN_AT, PARALLEL, PATHWISE, SLEEP, SMALL, work
 from tests.grpo.runs import changed
 from tests.spawning import run_ranks
 
@@ -18,9 +17,7 @@ from tests.spawning import run_ranks
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each of two ranks found."""
-    folder = tmp_path_factory.mktemp("ranks")
-    run_ranks(work, 2, folder, seconds=250)
-    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
+    return run_ranks(work, 2, tmp_path_factory.mktemp("ranks"))
 
 
 def test_waiting_for_a_slow_rank_is_communication(found: list[dict[str, Any]]) -> None:
@@ -103,3 +100,10 @@ def test_a_value_that_is_no_number_on_one_rank_skips_the_update_on_all(found: li
     assert "nan for sample 0" in here if where == "reward" else "the velocity is not finite" in here
     for rank in found:
         assert (rank["broken"]["kept"], rank["broken"]["last"], rank["broken"]["steps"]) == (True, "", 1)
+
+
+def test_pathwise_updates_are_those_of_one_rank(found: list[dict[str, Any]]) -> None:
+    alone = GRPOTrainer(PATHWISE).step()
+    for rank in found:
+        assert rank["pathwise"]["grad_norm"] == pytest.approx(alone.grad_norm, rel=1e-4)
+        assert rank["pathwise"]["passes"] == alone.passes

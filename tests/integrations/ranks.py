@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import os
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from accelerate import Accelerator
 from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
@@ -20,6 +17,7 @@ from jagg_core.objective import ClippedSurrogate
 from jagg_core.plans import causal_plan, jagg_plan
 from jagg_core.trajectory import Trajectory
 from tests.jagg_core.fields import ADVANTAGES, MlpField, flat_gradient, gradient, make_rollout, with_log_ratios
+from tests.spawning import grouped
 
 WORLD = 2
 CASES = [(upstream, backward) for upstream in ("auto", "autograd") for backward in ("sequential", "batched", "joint")]
@@ -60,9 +58,8 @@ def reentrant_cases(rank: int) -> dict[str, Any]:
     return found
 
 
-def work(rank: int, folder: str) -> None:
+def work(rank: int, folder: Path) -> dict[str, Any]:
     """Two micro-batches of six steps per optimizer step, through Accelerate's DistributedDataParallel."""
-    torch.set_num_threads(1)
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(WORLD), "ACCELERATE_USE_CPU": "true"}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}  # Accelerate asks for them, though the group stands
     field = Field()
@@ -74,8 +71,12 @@ def work(rank: int, folder: str) -> None:
         alone[f"{upstream}-{backward}"] = found.tolist()
     field.zero_grad()
 
-    store = (Path(folder) / "rendezvous").as_uri()
-    dist.init_process_group("gloo", store, timedelta(seconds=60), world_size=WORLD, rank=rank)
+    with grouped(folder / "rendezvous", rank, WORLD):
+        return under_accelerate(rank, field, alone)
+
+
+def under_accelerate(rank: int, field: Field, alone: dict[str, list[float]]) -> dict[str, Any]:
+    """The same in a process group, beside what each rank found ``alone``."""
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=12)
     wrapped = accelerator.prepare(field)
     reductions: list[int] = []
@@ -119,5 +120,4 @@ def work(rank: int, folder: str) -> None:
             "alone": alone[name],
         }
     results["reentrant"] = reentrant_cases(rank)
-    dist.destroy_process_group()
-    (Path(folder) / f"rank{rank}.json").write_text(json.dumps(results))
+    return results

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,9 +14,7 @@ from tests.spawning import run_ranks
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    folder = tmp_path_factory.mktemp("ranks")
-    run_ranks(ranks.work, ranks.WORLD, folder, 200)
-    return [json.loads((Path(folder) / f"rank{rank}.json").read_text()) for rank in range(ranks.WORLD)]
+    return run_ranks(ranks.work, ranks.WORLD, tmp_path_factory.mktemp("ranks"))
 
 
 @pytest.mark.parametrize(("upstream", "backward"), ranks.CASES)

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import warnings
-from datetime import timedelta
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 
 from jagg_core.engine import Report
 from jagg_core.objective import ClippedSurrogate
 from jagg_core.plans import jagg_plan
 from tests.jagg_core.fields import ADVANTAGES, MlpField, gradient, make_rollout, nudge, with_log_ratios
+from tests.spawning import grouped
 
 WORLD = 2
 OBJECTIVE = ClippedSurrogate(clip_range=1e-3)
@@ -33,11 +31,9 @@ def summary(report: Report, policy: MlpField, found: torch.Tensor, alone: torch.
     }
 
 
-def work(rank: int, folder: str) -> None:
+def work(rank: int, folder: Path) -> dict[str, object]:
     """Two cases: only rank 0 has partly clipped samples; only rank 1 has changed weights."""
     warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
-    results = {}
 
     policy = MlpField()
     clipped = make_rollout(policy, seed=rank)
@@ -62,18 +58,10 @@ def work(rank: int, folder: str) -> None:
         name: gradient(p, t, ADVANTAGES, plan, OBJECTIVE, upstream, backward, partly_clipped="exact")[0]
         for name, (p, t, upstream, backward) in cases.items()
     }
-    dist.init_process_group(
-        "gloo",
-        init_method=(Path(folder) / "rendezvous").as_uri(),
-        rank=rank,
-        world_size=WORLD,
-        timeout=timedelta(seconds=60),
-    )
-    try:
+    results = {}
+    with grouped(folder / "rendezvous", rank, WORLD):
         for name, (p, t, upstream, backward) in cases.items():
             p.calls.clear()
             found, report = gradient(p, t, ADVANTAGES, plan, OBJECTIVE, upstream, backward, partly_clipped="exact")
             results[name] = summary(report, p, found, alone[name])
-    finally:
-        dist.destroy_process_group()
-    (Path(folder) / f"rank{rank}.json").write_text(json.dumps(results))
+    return results

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,9 +16,7 @@ Results = list[dict[str, Any]]
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
-    folder = tmp_path_factory.mktemp("ranks")
-    run_ranks(ranks.work, ranks.WORLD, folder, 200)
-    return [json.loads((Path(folder) / f"rank{rank}.json").read_text()) for rank in range(ranks.WORLD)]
+    return run_ranks(ranks.work, ranks.WORLD, tmp_path_factory.mktemp("ranks"))
 
 
 @pytest.mark.parametrize(("backward", "forwards"), [("joint", 7), ("batched", 7), ("sequential", 9)])

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from jagg_core import ClippedSurrogate, Trajectory, accumulate_gradients, causal_plan, dance_schedule, initial_latents
@@ -16,6 +14,7 @@ from jagg_core.backbones import load_backbone
 from jagg_core.backbones.pretrained import PretrainedBackbone
 from jagg_core.trajectory import rollout
 from jagg_core.transitions import DanceSDE
+from tests.spawning import grouped
 
 RANKS = 2
 PROMPTS = ("a red fox", "a spoon")
@@ -62,13 +61,8 @@ def compare(name: str, options: dict[str, Any]) -> dict[str, float]:
     return {"final": float(drift), "gradient": float(difference / size) ** 0.5}
 
 
-def work(rank: int, folder: str) -> None:
+def work(rank: int, folder: Path) -> dict[str, dict[str, float]]:
     """Compare every backbone that ``todo.json`` names; every rank has the same samples."""
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=RANKS, timeout=timedelta(seconds=100)
-    )
-    todo = json.loads((Path(folder) / "todo.json").read_text())
-    found = {name: compare(name, options) for name, options in todo.items()}
-    (Path(folder) / f"found-{rank}.json").write_text(json.dumps(found))
-    dist.destroy_process_group()
+    todo = json.loads((folder / "todo.json").read_text())
+    with grouped(folder / "rendezvous", rank, RANKS):
+        return {name: compare(name, options) for name, options in todo.items()}

@@ -21,8 +21,7 @@ def found(folders: Callable[[str], Path], tmp_path_factory: pytest.TempPathFacto
     folder = tmp_path_factory.mktemp("sharding")
     todo = {name: {"path": str(folders(name)), **tiny.options} for name, tiny in TINY.items()}
     (folder / "todo.json").write_text(json.dumps(todo))
-    run_ranks(ranks.work, ranks.RANKS, folder, 300)
-    return [json.loads((folder / f"found-{rank}.json").read_text()) for rank in range(ranks.RANKS)]
+    return run_ranks(ranks.work, ranks.RANKS, folder)
 
 
 @pytest.mark.parametrize("name", sorted(TINY))

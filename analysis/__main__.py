@@ -11,10 +11,12 @@ from typing import Any
 from analysis.measure.curve_settings import Curves
 from analysis.measure.study import Calibrate, Recipe, Reproduce, Study
 from jagg_core.checks import require_device
+from jagg_core.files import only_run_in, require_writable
 from jagg_core.flags import add_flags, given
 from jagg_core.grpo import PRESETS, preset
 from jagg_core.grpo.settings import RolloutSettings
-from jagg_core.records import Record, RecordError, only_run_in, require_writable, write_json
+from jagg_core.records import Record
+from jagg_core.strict_json import RecordError, write_json
 
 CHECKOUT = Path(__file__).resolve().parent.parent
 AS_IT_IS = argparse.RawDescriptionHelpFormatter

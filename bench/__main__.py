@@ -18,8 +18,9 @@ from bench.presets import PRESETS
 from bench.progress import Part, print_line
 from bench.settings import CollectiveBench, GroupBench, UpdateBench
 from jagg_core.checks import require_device
+from jagg_core.files import only_run_in, require_writable
 from jagg_core.flags import add_flags, given
-from jagg_core.records import Record, only_run_in, require_writable
+from jagg_core.records import Record
 
 UPDATE_EXAMPLE = (
     "example: python -m bench update --backbone photos-flux --out results/update.json --passes 8 5 "

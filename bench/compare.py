@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from bench.noise import noise_floor, ratio_of_medians, times_of
-from jagg_core.records import Cell, Record, RecordError
+from jagg_core.records import Cell, Record
+from jagg_core.strict_json import RecordError
 
 Verdict = Literal["faster", "slower", "same", "ambiguous", "missing", "failed"]
 

@@ -10,7 +10,7 @@ import pytest
 from bench.cells.grid import GRID, Grid, read_grid
 from jagg_core.environment import environment
 from jagg_core.flags import described
-from jagg_core.records import plain
+from jagg_core.strict_json import plain
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -6,7 +6,8 @@ from typing import Any
 
 from bench.cost import SCHEMES
 from bench.noise import median_of, noise_findings
-from jagg_core.records import Record, RecordError
+from jagg_core.records import Record
+from jagg_core.strict_json import RecordError
 
 MEASURED = {
     "exact-batched": "exact-batched",

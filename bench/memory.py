@@ -23,7 +23,8 @@ from bench.group import load_group
 from bench.progress import Say
 from bench.settings import GroupBench
 from jagg_core.environment import command_line
-from jagg_core.records import Cell, Record, read_json, write_json
+from jagg_core.records import Cell, Record
+from jagg_core.strict_json import read_json, write_json
 
 REPEATS = {"cuda": 3, "cpu": 1}
 """Measured runs of an arm. Where tensors alive are counted, as on a CPU, every run gives the same."""

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from jagg_core.records import Cell, Record, RecordError
+from jagg_core.records import Cell, Record
+from jagg_core.strict_json import RecordError
 
 DRAWS = 9999
 

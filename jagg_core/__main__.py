@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, get_args
 from tqdm import tqdm
 
 from jagg_core.choices import DTYPES, SHIPPED, ScheduleName
-from jagg_core.files import write_atomically
-from jagg_core.records import require_writable
+from jagg_core.files import require_writable, write_atomically
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -12,7 +12,7 @@ import torch
 
 from jagg_core import environment as environment_module
 from jagg_core.environment import command_line, environment, git_state
-from jagg_core.records import read_json, write_json
+from jagg_core.strict_json import read_json, write_json
 
 
 def git(folder: Path, *arguments: str) -> None:

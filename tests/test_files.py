@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import sys
@@ -12,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from jagg_core import files
-from jagg_core.files import PARTIAL, remove_partial, write_atomically, write_tensors
+from jagg_core.files import PARTIAL, only_run_in, remove_partial, require_writable, write_atomically, write_tensors
 
 
 @pytest.mark.parametrize("call", ["replace", "fsync", "chmod"])
@@ -87,3 +88,99 @@ def test_what_a_killed_run_left_is_removed_and_nothing_else(tmp_path: Path) -> N
     (tmp_path / "kept").write_text("x")
     remove_partial(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["kept"]
+
+
+# One run in a folder
+
+
+def test_a_folder_is_held_by_one_run_whatever_ends_it(tmp_path: Path) -> None:
+    folder = tmp_path / "deep" / "run"
+    with pytest.raises(KeyboardInterrupt), only_run_in(folder):
+        told = rf"another run is at work in {folder}: .* or choose another folder"
+        with pytest.raises(ValueError, match=told), only_run_in(folder):
+            pass
+        with only_run_in(tmp_path / "other"):
+            pass
+        raise KeyboardInterrupt
+    with only_run_in(folder):
+        pass
+
+
+def test_a_process_that_is_killed_lets_go_of_its_folder(tmp_path: Path) -> None:
+    held = (
+        "import sys, pathlib\nfrom jagg_core.files import only_run_in\n"
+        "with only_run_in(pathlib.Path(sys.argv[1])):\n    print('held', flush=True)\n    sys.stdin.read()"
+    )
+    command = [sys.executable, "-c", held, str(tmp_path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "held\n"
+        with pytest.raises(ValueError, match="another run is at work"), only_run_in(tmp_path):
+            pass
+        process.kill()
+    with only_run_in(tmp_path):
+        pass
+
+
+@pytest.mark.parametrize("missing", ["module", "file system"])
+def test_where_there_are_no_locks_nothing_is_guarded(
+    missing: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "no locks available")
+
+    if missing == "module":
+        monkeypatch.setitem(sys.modules, "fcntl", None)
+    else:
+        monkeypatch.setattr("fcntl.flock", refuse)
+    with only_run_in(tmp_path), only_run_in(tmp_path):
+        pass
+
+
+def test_a_file_where_a_folder_is_needed_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    (tmp_path / "gone").symlink_to(tmp_path / "nothing")
+    for folder, message in (
+        ("file", "out must be a folder, got the file .*/file$"),
+        ("file/run/deep", "out must be below a folder, got the file .*/file$"),
+        ("gone", "out must be a folder, got the broken link .*/gone$"),
+    ):
+        with pytest.raises(ValueError, match=message), only_run_in(tmp_path / folder):
+            pass
+    with pytest.raises(ValueError, match=r"out must be a folder, got the file .*/file$"):
+        require_writable(tmp_path / "file/x.json")
+    with pytest.raises(ValueError, match=f"out must be a file, got the folder {tmp_path}$"):
+        require_writable(tmp_path)
+    assert (tmp_path / "file").read_text() == "x"
+
+
+def test_a_write_is_tried_before_the_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    require_writable(tmp_path / "deep/x.json")
+    assert list((tmp_path / "deep").iterdir()) == []
+    with pytest.raises(ValueError, match=r"out: .* cannot be written: File name too long$"):
+        require_writable(tmp_path / ("x" * 300))
+
+    def read_only(*_: object, **__: object) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr(Path, "touch", read_only)
+    with pytest.raises(ValueError, match=r"out: .*x\.json cannot be written: Read-only file system$"):
+        require_writable(tmp_path / "x.json")
+    with pytest.raises(ValueError, match="cannot be written: Read-only"), only_run_in(tmp_path / "run"):
+        pass
+    monkeypatch.setattr(Path, "mkdir", read_only)
+    with pytest.raises(ValueError, match=r"out: the folder .*new cannot be made: Read-only file system$"):
+        require_writable(tmp_path / "new/x.json")
+
+
+def test_a_child_holds_the_folder_after_its_parent(tmp_path: Path) -> None:
+    """As the timing that a killed main job leaves behind, which would write into the next run's folder."""
+    with only_run_in(tmp_path):
+        child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, close_fds=False)
+    try:
+        with pytest.raises(ValueError, match="another run is at work"), only_run_in(tmp_path):
+            pass
+    finally:
+        child.communicate(b"\n")
+    with only_run_in(tmp_path):
+        pass

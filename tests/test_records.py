@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import math
-import subprocess
-import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -15,18 +12,8 @@ import numpy as np
 import pytest
 import torch
 
-from jagg_core.records import (
-    SCHEMA_VERSION,
-    Cell,
-    Record,
-    RecordError,
-    only_run_in,
-    plain,
-    read_json,
-    recorded,
-    require_writable,
-    write_json,
-)
+from jagg_core.records import SCHEMA_VERSION, Cell, Record, recorded
+from jagg_core.strict_json import RecordError, plain, read_json, write_json
 
 
 def make_record(*cells: Cell, **changes: Any) -> Record:
@@ -77,92 +64,9 @@ def test_cells_by_name() -> None:
 
 def test_equal_names_are_refused_before_anything_is_written(tmp_path: Path) -> None:
     record = make_record(Cell("a"), Cell("twice"), Cell("twice"))
-    with pytest.raises(RecordError, match=r"unique, found \['twice'\]"):
+    with pytest.raises(RecordError, match=r"unique, got \['twice'\]"):
         record.write(tmp_path / "r.json")
     assert list(tmp_path.iterdir()) == []
-
-
-# One run in a folder
-
-
-def test_a_folder_is_held_by_one_run_whatever_ends_it(tmp_path: Path) -> None:
-    folder = tmp_path / "deep" / "run"
-    with pytest.raises(KeyboardInterrupt), only_run_in(folder):
-        told = rf"another run is at work in {folder}: .* or choose another folder"
-        with pytest.raises(ValueError, match=told), only_run_in(folder):
-            pass
-        with only_run_in(tmp_path / "other"):
-            pass
-        raise KeyboardInterrupt
-    with only_run_in(folder):
-        pass
-
-
-def test_a_process_that_is_killed_lets_go_of_its_folder(tmp_path: Path) -> None:
-    held = (
-        "import sys, pathlib\nfrom jagg_core.records import only_run_in\n"
-        "with only_run_in(pathlib.Path(sys.argv[1])):\n    print('held', flush=True)\n    sys.stdin.read()"
-    )
-    command = [sys.executable, "-c", held, str(tmp_path)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "held\n"
-        with pytest.raises(ValueError, match="another run is at work"), only_run_in(tmp_path):
-            pass
-        process.kill()
-    with only_run_in(tmp_path):
-        pass
-
-
-@pytest.mark.parametrize("missing", ["module", "file system"])
-def test_where_there_are_no_locks_nothing_is_guarded(
-    missing: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(*_: object) -> None:
-        raise OSError(errno.ENOLCK, "no locks available")
-
-    if missing == "module":
-        monkeypatch.setitem(sys.modules, "fcntl", None)
-    else:
-        monkeypatch.setattr("fcntl.flock", refuse)
-    with only_run_in(tmp_path), only_run_in(tmp_path):
-        pass
-
-
-def test_a_file_where_a_folder_is_needed_is_named(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("x")
-    (tmp_path / "gone").symlink_to(tmp_path / "nothing")
-    for folder, message in (
-        ("file", "out must be a folder, got the file .*/file$"),
-        ("file/run/deep", "out must be below a folder, got the file .*/file$"),
-        ("gone", "out must be a folder, got the broken link .*/gone$"),
-    ):
-        with pytest.raises(ValueError, match=message), only_run_in(tmp_path / folder):
-            pass
-    with pytest.raises(ValueError, match=r"out must be a folder, got the file .*/file$"):
-        require_writable(tmp_path / "file/x.json")
-    with pytest.raises(ValueError, match=f"out must be a file, got the folder {tmp_path}$"):
-        require_writable(tmp_path)
-    assert (tmp_path / "file").read_text() == "x"
-
-
-def test_a_write_is_tried_before_the_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    require_writable(tmp_path / "deep/x.json")
-    assert list((tmp_path / "deep").iterdir()) == []
-    with pytest.raises(ValueError, match=r"out: .* cannot be written: File name too long$"):
-        require_writable(tmp_path / ("x" * 300))
-
-    def read_only(*_: object, **__: object) -> None:
-        raise OSError(errno.EROFS, "Read-only file system")
-
-    monkeypatch.setattr(Path, "touch", read_only)
-    with pytest.raises(ValueError, match=r"out: .*x\.json cannot be written: Read-only file system$"):
-        require_writable(tmp_path / "x.json")
-    with pytest.raises(ValueError, match="cannot be written: Read-only"), only_run_in(tmp_path / "run"):
-        pass
-    monkeypatch.setattr(Path, "mkdir", read_only)
-    with pytest.raises(ValueError, match=r"out: the folder .*new cannot be made: Read-only file system$"):
-        require_writable(tmp_path / "new/x.json")
 
 
 # Strict JSON
@@ -223,7 +127,7 @@ def test_no_file() -> None:
 def test_other_schema_versions_are_refused(version: object, tmp_path: Path) -> None:
     data = asdict(make_record(OK)) | {"schema_version": version}
     write_json(tmp_path / "r.json", data)
-    with pytest.raises(RecordError, match=f"schema_version must be {SCHEMA_VERSION}, found {version}"):
+    with pytest.raises(RecordError, match=f"schema_version must be {SCHEMA_VERSION}, got {version}"):
         Record.read(tmp_path / "r.json")
 
 
@@ -258,23 +162,23 @@ def test_other_fields_are_refused(change: Any, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("status", ["failed", "skipped", "undefined"])
 def test_every_status_but_ok_needs_a_reason(status: Any) -> None:
-    with pytest.raises(RecordError, match="'c': a reason goes with every status but ok, found None"):
+    with pytest.raises(RecordError, match="'c': a reason goes with every status but ok, got None"):
         Cell("c", status)
     assert Cell("c", status, "why").reason == "why"
 
 
 def test_ok_has_no_reason() -> None:
-    with pytest.raises(RecordError, match="'c': a reason goes with every status but ok, found 'why'"):
+    with pytest.raises(RecordError, match="'c': a reason goes with every status but ok, got 'why'"):
         Cell("c", "ok", "why")
 
 
 def test_other_statuses_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(RecordError, match=r"status of cell 'c' must be one of .*'undefined'\], found 'nan'"):
+    with pytest.raises(RecordError, match=r"status of cell 'c' must be one of .*'undefined'\], got 'nan'"):
         Cell("c", "nan", "why")  # type: ignore[arg-type]
     data = asdict(make_record(OK))
     data["cells"][0]["status"] = "nan"
     write_json(tmp_path / "r.json", data)
-    with pytest.raises(RecordError, match="found 'nan'"):
+    with pytest.raises(RecordError, match="got 'nan'"):
         Record.read(tmp_path / "r.json")
 
 
@@ -365,7 +269,7 @@ def test_what_is_unknown_is_refused_by_type(value: object, tmp_path: Path) -> No
         ("samples", None, "samples of cell 'a' must be an object"),
         ("samples", {"total_s": 5}, r"samples\.total_s of cell 'a' must be a list of numbers and nulls"),
         ("samples", {"total_s": ["1"]}, r"samples\.total_s of cell 'a' must be a list of numbers and nulls"),
-        ("name", 3, "name of a cell must be text, found 3"),
+        ("name", 3, "name of a cell must be text, got 3"),
         ("values", [], "values of cell 'a' must be an object"),
     ],
 )
@@ -387,16 +291,3 @@ def test_two_cells_of_a_name_are_damaged(tmp_path: Path) -> None:
     path.write_text(json.dumps(data))
     with pytest.raises(RecordError, match="cell names must be unique"):
         Record.read(path)
-
-
-def test_a_child_holds_the_folder_after_its_parent(tmp_path: Path) -> None:
-    """As the timing that a killed main job leaves behind, which would write into the next run's folder."""
-    with only_run_in(tmp_path):
-        child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, close_fds=False)
-    try:
-        with pytest.raises(ValueError, match="another run is at work"), only_run_in(tmp_path):
-            pass
-    finally:
-        child.communicate(b"\n")
-    with only_run_in(tmp_path):
-        pass

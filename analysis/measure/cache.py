@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from jagg_core.files import write_atomically
-from jagg_core.records import plain
+from jagg_core.strict_json import plain
 
 Arrays = dict[str, np.ndarray]
 

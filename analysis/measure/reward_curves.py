@@ -22,8 +22,9 @@ from jagg_core.grpo import GRPOTrainer
 from jagg_core.grpo.settings import (
     PlanSettings,
 )
-from jagg_core.records import Cell, Record, plain
+from jagg_core.records import Cell, Record
 from jagg_core.seeding import generator_for
+from jagg_core.strict_json import plain
 
 NOT_REACHED = "the run ended before this cell"
 

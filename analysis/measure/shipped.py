@@ -11,7 +11,7 @@ from torch import Tensor
 
 from analysis.measure.estimators import Estimator, with_knots
 from analysis.statistics.names import COMPARED_PASSES, COMPARED_WINDOWS
-from jagg_core.records import RecordError, read_json
+from jagg_core.strict_json import RecordError, read_json
 
 FOLDER = Path(__file__).resolve().parents[2] / "results" / "reference"
 PASSES = (10, 8, 6, 5)

@@ -10,7 +10,8 @@ from typing import Any
 
 from analysis.statistics.names import families
 from jagg_core.plans import find_estimator
-from jagg_core.records import Record, RecordError
+from jagg_core.records import Record
+from jagg_core.strict_json import RecordError
 
 
 class Fields(dict[str, Any]):

@@ -13,7 +13,8 @@ from bench.cost import Machine, Update
 from bench.matched import fitting, matched
 from bench.work import PassWork
 from jagg_core.files import write_atomically
-from jagg_core.records import Record, RecordError, read_json
+from jagg_core.records import Record
+from jagg_core.strict_json import RecordError, read_json
 
 PUBLISHED = Path(__file__).resolve().parents[2] / "results" / "paper" / "published.json"
 """Figures of the paper, with their source."""

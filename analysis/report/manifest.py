@@ -11,7 +11,8 @@ from typing import Any
 
 from jagg_core.backbones.pixel import weights_path
 from jagg_core.backbones.registry import TRAINED
-from jagg_core.records import Record, RecordError, read_json
+from jagg_core.records import Record
+from jagg_core.strict_json import RecordError, read_json
 
 NAME = "manifest.json"
 

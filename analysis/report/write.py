@@ -19,7 +19,8 @@ from analysis.report.fidelity.sentences import findings, paper_estimator
 from analysis.report.page import data_uri, render, write_tables_and_figures
 from bench.noise import noise_findings
 from jagg_core.files import write_atomically
-from jagg_core.records import Record, RecordError, write_json
+from jagg_core.records import Record
+from jagg_core.strict_json import RecordError, write_json
 
 
 def make_figures(record: Record, frames: dict[str, pd.DataFrame]) -> dict[str, Figure]:

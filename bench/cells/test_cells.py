@@ -29,8 +29,8 @@ from bench.group import clear, gradient, load_group, verify
 from bench.presets import Planned
 from bench.settings import GroupBench
 from bench.suite import why_not
-from jagg_core.records import plain
 from jagg_core.reference import plain_gradient
+from jagg_core.strict_json import plain
 
 pytestmark = [
     # half precision has another rounding in another batch shape; that is not what is timed

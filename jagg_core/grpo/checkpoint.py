@@ -17,7 +17,7 @@ from torch import Tensor
 
 from jagg_core.distributed import RankFailed, on_first_rank, rank, ranks
 from jagg_core.files import PARTIAL
-from jagg_core.records import RecordError, read_json, write_json
+from jagg_core.strict_json import RecordError, read_json, write_json
 
 STATE = "state.json"
 """Written last; names every other file of a checkpoint and its size."""

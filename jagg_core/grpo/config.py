@@ -16,7 +16,7 @@ from jagg_core.grpo.settings import (
     RolloutSettings,
     RunSettings,
 )
-from jagg_core.records import RecordError, read_json
+from jagg_core.strict_json import RecordError, read_json
 
 
 @dataclass(frozen=True)

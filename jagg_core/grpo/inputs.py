@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from jagg_core.backbones import fingerprints_of
-from jagg_core.records import read_json
 from jagg_core.rewards import reward_fingerprints
+from jagg_core.strict_json import read_json
 
 if TYPE_CHECKING:
     from jagg_core.grpo.trainer import GRPOTrainer

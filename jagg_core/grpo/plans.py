@@ -8,8 +8,8 @@ from torch import Tensor
 
 from jagg_core.grpo.settings import PlanSettings
 from jagg_core.plans import Plan, find_estimator
-from jagg_core.records import RecordError, read_json
 from jagg_core.seeding import generator_for
+from jagg_core.strict_json import RecordError, read_json
 from jagg_core.trajectory import Trajectory
 
 

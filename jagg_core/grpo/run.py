@@ -15,7 +15,7 @@ from jagg_core.backbones.trained import is_adapter, weights_files
 from jagg_core.checks import require_device
 from jagg_core.distributed import RankFailed, on_first_rank, rank, ranks
 from jagg_core.environment import environment
-from jagg_core.files import remove_partial, write_tensors
+from jagg_core.files import only_run_in, remove_partial, write_tensors
 from jagg_core.grpo import checkpoint
 from jagg_core.grpo.config import GRPOConfig
 from jagg_core.grpo.inputs import require_same
@@ -23,8 +23,8 @@ from jagg_core.grpo.learner import Learner
 from jagg_core.grpo.log import Log, open_loggers, read_rows
 from jagg_core.grpo.metrics import Metrics
 from jagg_core.grpo.trainer import GRPOTrainer, TrainingStopped
-from jagg_core.records import only_run_in, plain, read_json, write_json
 from jagg_core.rewards import reward_versions
+from jagg_core.strict_json import plain, read_json, write_json
 
 FREE = {
     "model": ("device",),

@@ -25,7 +25,6 @@ from jagg_core.imports import import_object
 from jagg_core.objective import ClippedSurrogate
 from jagg_core.pathwise import adjoint_sweep, advantage_slopes, pathwise_upstream
 from jagg_core.policy import VelocityPolicy
-from jagg_core.records import read_json
 from jagg_core.rewards import (
     Reward,
     RewardNotFinite,
@@ -35,6 +34,7 @@ from jagg_core.rewards import (
     score_in_update,
 )
 from jagg_core.seeding import derive_seed, initial_latents
+from jagg_core.strict_json import read_json
 from jagg_core.trajectory import Trajectory, policy_signature, rollout, sample_ode
 from jagg_core.transitions import TRANSITIONS
 

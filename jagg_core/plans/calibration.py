@@ -9,7 +9,7 @@ import torch
 
 from jagg_core.plans.plan import Plan
 from jagg_core.plans.registry import find_estimator
-from jagg_core.records import RecordError, read_json
+from jagg_core.strict_json import RecordError, read_json
 from jagg_core.trajectory import ReplayMismatch, Trajectory
 
 

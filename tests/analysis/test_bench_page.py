@@ -12,7 +12,8 @@ import pytest
 from analysis.__main__ import main
 from analysis.report.cost import PUBLISHED
 from analysis.report.write import write_report
-from jagg_core.records import Cell, Record, read_json
+from jagg_core.records import Cell, Record
+from jagg_core.strict_json import read_json
 
 ROOT = Path(__file__).parents[2]
 SOURCE = "JAGG, arXiv 2607.17572 (July 2026)"

@@ -30,7 +30,8 @@ from analysis.report.write import write_report
 from analysis.statistics.learning_signal import read_products
 from jagg_core import Plan, causal_plan
 from jagg_core.backbones import BackboneEntry, load_backbone, registry
-from jagg_core.records import Cell, Record, plain, read_json, write_json
+from jagg_core.records import Cell, Record
+from jagg_core.strict_json import plain, read_json, write_json
 from tests.backbones.stub import STUB, StubBackbone
 from tests.jagg_core.fields import MlpField
 

@@ -15,7 +15,8 @@ from analysis.statistics.intervals import mean_interval
 from analysis.statistics.names import METRICS
 from jagg_core import DanceSDE, Plan, ReplayMismatch, Trajectory, causal_plan, dance_schedule, rollout
 from jagg_core.grpo.command import configure
-from jagg_core.records import Cell, Record, RecordError, write_json
+from jagg_core.records import Cell, Record
+from jagg_core.strict_json import RecordError, write_json
 
 SIGMAS = dance_schedule(10)[:-2]
 

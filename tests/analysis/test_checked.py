@@ -12,7 +12,8 @@ import pytest
 import analysis.__main__
 from analysis.report.checked import Fields, read_record
 from analysis.report.write import write_report
-from jagg_core.records import Cell, Record, RecordError
+from jagg_core.records import Cell, Record
+from jagg_core.strict_json import RecordError
 
 REFERENCE = Path(__file__).parents[2] / "results" / "reference"
 RECORDS = sorted(REFERENCE.rglob("*.json"))

@@ -12,7 +12,8 @@ from analysis.report.cost import PUBLISHED, beside_the_paper, costs, fits, sente
 from bench.cost import Machine, Update
 from bench.cost_study import CostStudy, run_cost_study
 from bench.work import PassWork
-from jagg_core.records import Record, RecordError, read_json
+from jagg_core.records import Record
+from jagg_core.strict_json import RecordError, read_json
 
 SPEED = Path(__file__).parents[2] / "results" / "reference" / "photos-flux" / "speed-photos-flux.json"
 

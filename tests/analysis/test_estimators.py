@@ -22,7 +22,7 @@ from analysis.measure.estimators import (
 )
 from analysis.statistics.names import grouped_name
 from jagg_core import dance_schedule
-from jagg_core.records import plain
+from jagg_core.strict_json import plain
 
 SIGMAS = dance_schedule(21)[:-2]
 Knots = dict[str, dict[int, tuple[int, ...]]]

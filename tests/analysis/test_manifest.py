@@ -9,7 +9,8 @@ import pytest
 from analysis.__main__ import main
 from analysis.report.manifest import digest, manifest, rerun
 from jagg_core.backbones.pixel import weights_path
-from jagg_core.records import Cell, Record, read_json, write_json
+from jagg_core.records import Cell, Record
+from jagg_core.strict_json import read_json, write_json
 
 CHECKOUT = Path(__file__).parents[2]
 

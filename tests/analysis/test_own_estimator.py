@@ -50,7 +50,7 @@ def test_it_is_searched_judged_tabled_and_drawn(tmp_path: Path, monkeypatch: pyt
 
 
 def _calibration(run: Path) -> dict[str, dict[str, dict[str, list[int]]]]:
-    from jagg_core.records import read_json
+    from jagg_core.strict_json import read_json
 
     plans: dict[str, dict[str, dict[str, list[int]]]] = read_json(run / "calibration-eta0.7.json")["plans"]
     return plans

@@ -16,7 +16,8 @@ from jagg_core import Plan
 from jagg_core.backbones import registry
 from jagg_core.grpo import PRESETS, GRPOConfig, GRPOTrainer, preset
 from jagg_core.grpo.command import configure
-from jagg_core.records import Record, read_json
+from jagg_core.records import Record
+from jagg_core.strict_json import read_json
 from tests.backbones.stub import STUB
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*of a quick run")

@@ -26,7 +26,8 @@ from jagg_core import (
 )
 from jagg_core.backbones import Backbone
 from jagg_core.backbones.registry import TRAINED
-from jagg_core.records import Record, read_json
+from jagg_core.records import Record
+from jagg_core.strict_json import read_json
 
 REFERENCE = Path(__file__).parents[2] / "results" / "reference"
 RUNS = sorted(path.parent.name for path in REFERENCE.glob("*/record.json"))

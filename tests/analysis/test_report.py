@@ -14,7 +14,8 @@ from analysis.report.fidelity.printable import interval_text, printable
 from analysis.report.fidelity.sentences import findings
 from analysis.report.write import named_folder, write_report
 from analysis.statistics.names import METRICS, families, family_style
-from jagg_core.records import Cell, Record, RecordError
+from jagg_core.records import Cell, Record
+from jagg_core.strict_json import RecordError
 
 
 def record_of(*cells: Cell, **changes: Any) -> Record:

@@ -29,7 +29,8 @@ from analysis.statistics.intervals import mean_interval
 from analysis.statistics.names import SCALES
 from jagg_core import Plan, dance_schedule
 from jagg_core.backbones import load_backbone
-from jagg_core.records import Record, plain, read_json, write_json
+from jagg_core.records import Record
+from jagg_core.strict_json import plain, read_json, write_json
 from tests.backbones.stub import StubBackbone
 from tests.jagg_core.fields import MlpField
 

@@ -40,7 +40,8 @@ from analysis.statistics.learning_signal import (
 )
 from analysis.statistics.names import CENTRINGS, PER_PROMPT
 from jagg_core import dance_schedule
-from jagg_core.records import Cell, Record, plain
+from jagg_core.records import Cell, Record
+from jagg_core.strict_json import plain
 
 STEPS, BATCH, N = 20, 8, 12
 Gradients = dict[str, np.ndarray]

@@ -11,7 +11,8 @@ import pytest
 from bench.__main__ import main
 from bench.compare import Comparison, compare
 from bench.noise import Ratio, ratio_of_medians
-from jagg_core.records import Cell, Record, RecordError
+from jagg_core.records import Cell, Record
+from jagg_core.strict_json import RecordError
 
 SETTINGS = {"backbone": "digits-flux", "window": 5, "batch": 16, "device": "cpu", "dtype": "float32", "steps": 21}
 MACHINE = {"processor": "one", "cores": 2, "threads": 2, "cuda_devices": []}

@@ -27,7 +27,8 @@ from bench.cost import (
 from bench.fit import fit
 from bench.work import PassWork, count_work
 from jagg_core.backbones import list_backbones
-from jagg_core.records import Cell, Record, RecordError
+from jagg_core.records import Cell, Record
+from jagg_core.strict_json import RecordError
 from tests.bench import wide
 
 WORK = PassWork(forward=1e12, backward=2e12, parameters=1_000_000_000)

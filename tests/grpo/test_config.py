@@ -13,7 +13,7 @@ import pytest
 from jagg_core.backbones import list_backbones
 from jagg_core.grpo import PRESETS, GRPOConfig, preset
 from jagg_core.grpo.command import configure
-from jagg_core.records import plain
+from jagg_core.strict_json import plain
 from tests.grpo.runs import changed
 
 CALIBRATION = Path(__file__).parents[2] / "results/reference/digits-flux-calibration/calibration-eta0.7.json"

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from jagg_core.files import only_run_in
 from jagg_core.grpo.log import read_rows
-from jagg_core.records import only_run_in
 from tests.grpo.failing_ranks import FAILURES, work
 from tests.spawning import run_ranks
 

@@ -19,13 +19,13 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from jagg_core.files import PARTIAL
+from jagg_core.files import PARTIAL, only_run_in
 from jagg_core.grpo import GRPOTrainer, TrainingStopped, checkpoint, train
 from jagg_core.grpo.checkpoint import DamagedCheckpoint
 from jagg_core.grpo.learner import Learner
 from jagg_core.grpo.log import Log, open_loggers, read_rows
 from jagg_core.grpo.run import WriteFailed, read, write
-from jagg_core.records import only_run_in, plain
+from jagg_core.strict_json import plain
 from tests.grpo.runs import SMALL, changed, differing, tensors, train_until_killed, weights
 
 

@@ -22,10 +22,10 @@ from jagg_core.grpo.sampling import prompts_of
 from jagg_core.grpo.settings import PlanSettings
 from jagg_core.grpo.weights import MasterWeights
 from jagg_core.objective import step_log_prob
-from jagg_core.records import RecordError
 from jagg_core.rewards import RewardFailed, load_reward, score
 from jagg_core.schedule import dance_schedule
 from jagg_core.seeding import derive_seed
+from jagg_core.strict_json import RecordError
 from tests.grpo.runs import SMALL, changed, weights
 
 CALIBRATION = Path(__file__).parents[2] / "results/reference/digits-flux-calibration/calibration-eta0.7.json"

@@ -19,7 +19,8 @@ from analysis.report.page import render, write_tables_and_figures
 from bench.noise import noise_findings, noise_floor
 from bench.speed_ups import PARTS
 from jagg_core.files import write_atomically
-from jagg_core.records import Record, read_json
+from jagg_core.records import Record
+from jagg_core.strict_json import read_json
 
 FRAMES = {"group": "groups", "memory": "memory", "collectives": "collectives", "update": "updates"}
 """File names of the tables, by kind of cell."""

@@ -9,7 +9,8 @@ import pandas as pd
 
 from analysis.report.bench.run import Measured
 from analysis.report.cost import PUBLISHED
-from jagg_core.records import Record, read_json
+from jagg_core.records import Record
+from jagg_core.strict_json import read_json
 
 RECIPE = {"window": 4, "jagg_frac": 0.6}
 """What the paper's figures fit; it states neither."""

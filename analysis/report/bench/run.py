@@ -9,7 +9,8 @@ import pandas as pd
 
 from analysis.report.bench.tables import table_of
 from analysis.report.cost import beside_the_paper, costs
-from jagg_core.records import Cell, Record, RecordError
+from jagg_core.records import Cell, Record
+from jagg_core.strict_json import RecordError
 
 BROKEN = ("failed", "missing", "damaged")
 """Cells that should have been measured and were not; ``skipped`` ones could not be, or were not reached."""

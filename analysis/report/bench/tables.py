@@ -11,7 +11,8 @@ import pandas as pd
 from analysis.report.fidelity.tables import interval_columns, speed
 from bench.noise import median_of
 from bench.speed_ups import update_speed_ups
-from jagg_core.records import Cell, Record, RecordError
+from jagg_core.records import Cell, Record
+from jagg_core.strict_json import RecordError
 
 MIB = 2**20
 

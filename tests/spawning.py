@@ -16,7 +16,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 PRELOADED = ["jagg_core.grpo.trainer", "torch.distributed.fsdp", "diffusers.models.transformers.transformer_flux"]
-"""What most ranks import, which takes longer than most of them work: one server does so, and ranks are forked from it."""
+"""What most ranks import, which takes longer than their work: one server imports it, and ranks are forked from it."""
 
 
 def run_ranks(work: Callable[[int, Path], object], count: int, folder: Path, seconds: float = 250) -> list[Any]:
@@ -45,7 +45,7 @@ def _run(rank: int, work: Callable[[int, Path], object], folder: Path) -> None:
 
 @contextmanager
 def grouped(rendezvous: Path, rank: int, ranks: int = 2) -> Iterator[None]:
-    """Joins a process group of gloo ranks that meet at a file; a collective that waits longer than 120 s is an error."""
+    """Joins a gloo process group that meets at a file; a collective that waits longer than 120 s is an error."""
     dist.init_process_group(
         "gloo", init_method=rendezvous.as_uri(), rank=rank, world_size=ranks, timeout=timedelta(seconds=120)
     )

@@ -28,7 +28,7 @@ class Net(nn.Module):
         for name, shape in (("inner", (14, 16)), ("middle", (16, 16)), ("outer", (16, 12))):
             weights = torch.randn(shape, generator=generator, dtype=torch.float64) / shape[0] ** 0.5
             setattr(self, name, nn.Parameter(weights.to(dtype)))
-        self.register_buffer("told", torch.zeros(4, 1, dtype=dtype))
+        self.register_buffer("level", torch.zeros(4, 1, dtype=dtype))
         self.dropout = nn.Dropout(0.1)
         self.checkpointing: bool | None = None
         """Whether it is reentrant; None: no checkpointing."""
@@ -136,7 +136,7 @@ class Unconditional(Policy):
         return {"backbone": "mine"}
 
 
-@broken("prompts", "follow its own prompt")
+@broken("prompts", "follow its prompt")
 class FirstPrompt(Policy):
     def velocity(self, latents: Tensor, sigma: Tensor, rows: Tensor) -> Tensor:
         return super().velocity(latents, sigma, torch.zeros_like(rows))
@@ -236,12 +236,12 @@ class LeavesSigmaBehind(Policy):
     """Sigma in a buffer of the network, which the next forward overwrites."""
 
     def velocity(self, latents: Tensor, sigma: Tensor, rows: Tensor) -> Tensor:
-        told = self.net.told
-        if len(rows) == len(told) and torch.is_grad_enabled():
-            told.copy_(sigma[:, None])
+        level = self.net.level
+        if len(rows) == len(level) and torch.is_grad_enabled():
+            level.copy_(sigma[:, None])
         else:
-            told = sigma[:, None]
-        return super().velocity(latents, sigma, rows) * told[..., None, None]
+            level = sigma[:, None]
+        return super().velocity(latents, sigma, rows) * level[..., None, None]
 
 
 @broken("batched", "must not see each other")
@@ -266,7 +266,7 @@ class EmptySignature(Policy):
         return {}
 
 
-@broken("signature", "dict[str, str], found 'guidance': 1.0")
+@broken("signature", "dict[str, str], got 'guidance': 1.0")
 class NumberInSignature(Policy):
     def signature(self) -> dict[str, str]:
         return {"guidance": 1.0}  # type: ignore[dict-item]
@@ -284,13 +284,13 @@ class AddressInSignature(Policy):
         return {"text": str(id(self))}
 
 
-@broken("decode", "found -")
+@broken("decode", "got -")
 class DecodesOutOfRange(Backbone):
     def decode(self, latents: Tensor) -> Tensor:
         return latents
 
 
-@broken("decode", "shape [4, C, H, W], found [4, 12]")
+@broken("decode", "shape [4, C, H, W], got [4, 12]")
 class DecodesFlat(Backbone):
     def decode(self, latents: Tensor) -> Tensor:
         return latents.sigmoid().flatten(1)

@@ -162,7 +162,7 @@ def test_the_check_command_fails_with_1(capsys: pytest.CaptureFixture[str]) -> N
     shown = capsys.readouterr()
     lines = dict(zip(CHECKS, shown.out.splitlines(), strict=True))
     assert [name for name, line in lines.items() if line.startswith("FAILED")] == ["prompts"]
-    assert lines["prompts"].startswith("FAILED  prompts          a sample of a batch with several prompts does not")
+    assert lines["prompts"].startswith("FAILED  prompts          in a batch with several prompts, a sample does not")
     assert shown.err == "python -m jagg_core: checks failed: 1\n"
 
 

@@ -43,7 +43,7 @@ def settings_of(flags: dict[str, Any]) -> CollectiveBench:
         return CollectiveBench(**flags)
     ranks = int(os.environ["WORLD_SIZE"])
     if flags.get("ranks", ranks) != ranks:
-        raise ValueError(f"ranks must be the {ranks} that torchrun started or be left out, found {flags['ranks']}")
+        raise ValueError(f"ranks must be the {ranks} that torchrun started or be left out, got {flags['ranks']}")
     if flags.get("pretend"):
         raise ValueError("pretend is for one process: run it without torchrun")
     return CollectiveBench(**flags | {"ranks": ranks})

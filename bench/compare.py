@@ -58,11 +58,11 @@ def compare(first: Record, second: Record, across_machines: bool = False) -> tup
 def _require_alike(first: Record, second: Record, across_machines: bool) -> None:
     for record in (first, second):
         if record.kind != "group-speed":
-            raise RecordError(f"records of python -m bench group are compared, found kind {record.kind!r}")
+            raise RecordError(f"records of python -m bench group are compared, got kind {record.kind!r}")
     for name in ALIKE:
         one, other = (record.settings.get(name) for record in (first, second))
         if one != other:
-            raise RecordError(f"{name} must be the same in both runs, found {one!r} and {other!r}")
+            raise RecordError(f"{name} must be the same in both runs, got {one!r} and {other!r}")
     for name in MACHINE:
         one, other = (record.environment.get(name) for record in (first, second))
         if one != other and not across_machines:

@@ -128,11 +128,11 @@ class Machine:
     def __post_init__(self) -> None:
         for name in ("tflops", "bandwidth", "parameter_bytes", "gradient_bytes"):
             if not 0 < getattr(self, name) < math.inf:
-                raise ValueError(f"{name} must be positive, found {getattr(self, name)}")
+                raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
         if not 0 <= self.overlap <= 1:
-            raise ValueError(f"overlap must be between 0 and 1, found {self.overlap}")
+            raise ValueError(f"overlap must be between 0 and 1, got {self.overlap}")
         if not 0 <= self.other < math.inf:
-            raise ValueError(f"other must be at least 0, found {self.other}")
+            raise ValueError(f"other must be at least 0, got {self.other}")
         require_at_least(self, samples=1)
 
 
@@ -162,7 +162,7 @@ class Update:
         groups_of(self.trained, self.window)
         routed_groups(1, self.jagg_frac)
         if min(self.passes, default=1) < 1:
-            raise ValueError(f"passes must be at least 1, found {list(self.passes)}")
+            raise ValueError(f"passes must be at least 1, got {list(self.passes)}")
 
     @property
     def trained(self) -> int:
@@ -218,7 +218,7 @@ def seconds(tally: Tally, work: PassWork, machine: Machine, ranks: int) -> float
 def check_ranks(ranks: Sequence[int]) -> None:
     """Raise ValueError unless every number of devices is at least 1, and there is one."""
     if not ranks or min(ranks) < 1 or len(set(ranks)) < len(ranks):
-        raise ValueError(f"ranks must be different numbers of at least 1, found {list(ranks)}")
+        raise ValueError(f"ranks must be different numbers of at least 1, got {list(ranks)}")
 
 
 def predict(work: PassWork, update: Update, machine: Machine, ranks: Sequence[int]) -> list[Prediction]:

@@ -42,7 +42,7 @@ class CostStudy:
         weights = sorted({"path", "revision"} & options.keys())
         if weights and is_published(self.backbone):
             raise ValueError(
-                f"backbone_options: the published configuration is counted, of no folder, found {' and '.join(weights)}"
+                f"backbone_options: the published configuration is counted, of no folder, got {' and '.join(weights)}"
             )
         check_ranks(self.ranks)
 

@@ -31,7 +31,7 @@ def fit(record: Record) -> dict[str, Any]:
     """
     cells = {cell.name: cell for cell in record.cells if cell.status == "ok"}
     if record.kind != "group-speed" or "exact" not in cells or "window" not in record.settings:
-        raise RecordError(f"a record of python -m bench group with an exact arm is needed, found kind {record.kind!r}")
+        raise RecordError(f"a record of python -m bench group with an exact arm is needed, got kind {record.kind!r}")
     window = int(record.settings["window"])
     samples = cells["exact"].samples
     forward, backward = (median_of(samples[f"{phase}_s"]) / window for phase in ("forward", "backward"))

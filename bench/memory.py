@@ -51,7 +51,7 @@ def run_memory_bench(
         ValueError: compiled blocks, in which tensors are not seen.
     """
     if settings.compile is not None:
-        raise ValueError(f"compile must be None where memory is measured, found {settings.compile!r}")
+        raise ValueError(f"compile must be None where memory is measured, got {settings.compile!r}")
     left = arm_names(settings.window) if arms is None else list(arms)
     cells: list[Cell] = []
     started = time.monotonic()

@@ -49,7 +49,7 @@ def times_of(cell: Cell) -> list[float]:
     """
     times = [time for time in cell.samples.get("total_s", []) if time is not None]
     if len(times) < 2 or any(not 0 < time < math.inf for time in times):
-        raise RecordError(f"arm {cell.name} needs at least two positive times, found {times}")
+        raise RecordError(f"arm {cell.name} needs at least two positive times, got {times}")
     return times
 
 
@@ -78,7 +78,7 @@ def ratio_of_medians(
     """
     counts = [len(samples) for samples in (numerator, denominator, *common)]
     if min(counts) < 2 or (paired and len(set(counts)) > 1):
-        raise ValueError(f"samples must be paired and at least 2, found {' and '.join(map(str, counts))}")
+        raise ValueError(f"samples must be paired and at least 2, got {' and '.join(map(str, counts))}")
     arrays = [np.array(samples, dtype=np.float64) for samples in (numerator, denominator, *common)]
     generator = np.random.default_rng(seed)
     rounds = [generator.integers(count, size=(DRAWS, count)) for count in (counts[:1] if paired else counts)]
@@ -104,7 +104,7 @@ def exact_against_itself(record: Record) -> Ratio:
         raise RecordError("a run needs the arms exact and exact-again, whose difference is the noise floor")
     again, exact = times_of(cells["exact-again"]), times_of(cells["exact"])
     if len(again) != len(exact):
-        raise RecordError(f"exact and exact-again must have the same rounds, found {len(exact)} and {len(again)}")
+        raise RecordError(f"exact and exact-again must have the same rounds, got {len(exact)} and {len(again)}")
     return ratio_of_medians(again, exact)
 
 

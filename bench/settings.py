@@ -73,7 +73,7 @@ class GroupBench:
         read_options(self.backbone, self.backbone_options)
         require_at_least(self, window=2, batch=1, rounds=2, warmup=1, steps=3)
         if self.window > self.steps - 1:
-            raise ValueError(f"window must be at most the {self.steps - 1} trained steps, found {self.window}")
+            raise ValueError(f"window must be at most the {self.steps - 1} trained steps, got {self.window}")
         DanceSDE(self.eta)
         check_schedule(self.schedule, self.steps, self.shift)
         require_one_of("dtype", self.dtype, DTYPES)
@@ -168,11 +168,11 @@ class CollectiveBench:
         require_at_least(self, window=2, batch=1, rounds=1, ranks=1, timeout=1)
         require_one_of("layout", self.layout, Layout)
         if self.shards is not None and self.layout != "hsdp":
-            raise ValueError(f"shards go with the layout hsdp alone, found layout {self.layout!r}")
+            raise ValueError(f"shards go with the layout hsdp alone, got layout {self.layout!r}")
         if self.shards is not None and not (self.shards >= 1 and self.ranks % self.shards == 0):
-            raise ValueError(f"shards must be a divisor of the {self.ranks} ranks, found {self.shards}")
+            raise ValueError(f"shards must be a divisor of the {self.ranks} ranks, got {self.shards}")
         if self.layout == "hsdp" and self.shards is None and self.ranks % 2:
-            raise ValueError(f"ranks must be even under hsdp unless shards are given, found {self.ranks}")
+            raise ValueError(f"ranks must be even under hsdp unless shards are given, got {self.ranks}")
         require_one_of("dtype", self.dtype, DTYPES)
 
     @property

@@ -46,9 +46,9 @@ def run_suite(preset: str, out: Path, timeout: float = 900, progress: Say | None
         ValueError: unknown preset, or a timeout that is not positive.
     """
     if preset not in PRESETS:
-        raise ValueError(f"preset must be one of {list(PRESETS)}, found {preset!r}")
+        raise ValueError(f"preset must be one of {list(PRESETS)}, got {preset!r}")
     if not timeout > 0:
-        raise ValueError(f"timeout must be positive, found {timeout}")
+        raise ValueError(f"timeout must be positive, got {timeout}")
     planned = PRESETS[preset]()
     cells = [Cell(one.name, "skipped", NOT_REACHED) for one in planned]
     record = Record("bench", command_line(), preset, {"preset": preset}, seeds={}, cells=cells)

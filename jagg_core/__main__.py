@@ -107,13 +107,13 @@ def write_samples(arguments: argparse.Namespace) -> None:
     from jagg_core.transitions import DanceSDE
 
     if arguments.count < 1:
-        raise ValueError(f"count must be at least 1, found {arguments.count}")
+        raise ValueError(f"count must be at least 1, got {arguments.count}")
     if not arguments.eta >= 0:
-        raise ValueError(f"eta must be at least 0, found {arguments.eta}")
+        raise ValueError(f"eta must be at least 0, got {arguments.eta}")
     if arguments.eta > 0:
         DanceSDE(arguments.eta)
         if arguments.steps < 2:
-            raise ValueError(f"steps must be at least 2 with noise, found {arguments.steps}")
+            raise ValueError(f"steps must be at least 2 with noise, got {arguments.steps}")
     check_schedule(arguments.schedule, arguments.steps, arguments.shift)
     require_writable(arguments.out)
     backbone = _load(arguments.backbone, arguments)

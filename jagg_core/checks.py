@@ -14,14 +14,14 @@ def require_at_least(settings: object, **minimum: int) -> None:
     for name, low in minimum.items():
         value = getattr(settings, name)
         if not value >= low:
-            raise ValueError(f"{name} must be at least {low}, found {value}")
+            raise ValueError(f"{name} must be at least {low}, got {value}")
 
 
 def require_one_of(name: str, value: object, allowed: object) -> None:
     """Raise ValueError unless ``value`` is one of the choices of a Literal type, or of a tuple."""
     choices = allowed if isinstance(allowed, tuple) else get_args(allowed)
     if value not in choices:
-        raise ValueError(f"{name} must be one of {list(choices)}, found {value!r}")
+        raise ValueError(f"{name} must be one of {list(choices)}, got {value!r}")
 
 
 def require_positive(settings: object, *names: str) -> None:
@@ -29,7 +29,7 @@ def require_positive(settings: object, *names: str) -> None:
     for name in names:
         value = getattr(settings, name)
         if not 0 < value < math.inf:
-            raise ValueError(f"{name} must be positive and finite, found {value}")
+            raise ValueError(f"{name} must be positive and finite, got {value}")
 
 
 def require_device(device: torch.device | str) -> torch.device:

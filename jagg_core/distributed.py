@@ -326,6 +326,6 @@ def _piece(parameter: Any) -> Piece:
             chunk = -(-rows // count)  # as torch.chunk cuts
             start = min(coordinate * chunk, rows)
         else:
-            raise ValueError(f"parameters must be sharded once, along dimension 0, or replicated; found {placement}")
+            raise ValueError(f"parameters must be sharded once, along dimension 0, or replicated; got {placement}")
     local = parameter.to_local()
     return Piece(start * (parameter.numel() // max(rows, 1)), local.numel(), counted)

@@ -29,7 +29,7 @@ def find_files(
         raise ValueError(nowhere) from error
     if folder.is_dir():
         if revision is not None:
-            raise ValueError(f"revision is for the hub, and {name} is a local folder, found {revision!r}")
+            raise ValueError(f"revision is for the hub, and {name} is a local folder, got {revision!r}")
         return folder, ""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import (
@@ -90,5 +90,5 @@ def read_object(file: Path) -> dict[str, Any]:
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
         raise ValueError(f"path: {file} cannot be read as JSON: {error}") from error
     if not isinstance(read, dict):
-        raise ValueError(f"path: {file} must hold a JSON object, found {type(read).__name__}")
+        raise ValueError(f"path: {file} must hold a JSON object, got {type(read).__name__}")
     return read

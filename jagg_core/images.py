@@ -20,14 +20,14 @@ def image_grid(images: Tensor, columns: int, scale: int | None = None, gap: int 
         ValueError: not images, pixels that are not finite, or fewer than one column.
     """
     if images.ndim != 4 or images.shape[1] not in (1, 3) or len(images) == 0:
-        raise ValueError(f"images must have shape [N, 1 or 3, H, W], N >= 1, found {list(images.shape)}")
+        raise ValueError(f"images must have shape [N, 1 or 3, H, W], N >= 1, got {list(images.shape)}")
     undefined = ~torch.isfinite(images).flatten(1).all(1)
     if undefined.any():
-        raise ValueError(f"images must be finite, found NaN or infinite pixels in sample {int(undefined.nonzero()[0])}")
+        raise ValueError(f"images must be finite, got NaN or infinite pixels in sample {int(undefined.nonzero()[0])}")
     if scale is None:
         scale = max(1, LARGE // max(images.shape[-2:]))
     if columns < 1 or scale < 1:
-        raise ValueError(f"columns and scale must be at least 1, found {columns} and {scale}")
+        raise ValueError(f"columns and scale must be at least 1, got {columns} and {scale}")
     large = images.detach().float().cpu().expand(-1, 3, -1, -1)
     large = large.repeat_interleave(scale, -1).repeat_interleave(scale, -2)
     rows = -(-len(large) // columns)

@@ -20,10 +20,10 @@ def read_values(kind: str, name: str, load: Callable[..., object], texts: Sequen
     pairs = [text.partition("=") for text in texts]
     bad = [text for text, (_, equals, _) in zip(texts, pairs, strict=True) if not equals]
     if bad:
-        raise ValueError(f"{kind} options are written option=value, found {bad[0]!r}")
+        raise ValueError(f"{kind} options are written option=value, got {bad[0]!r}")
     values = {option: value for option, _, value in pairs}
     if len(values) < len(pairs):
-        raise ValueError(f"{kind} options must be different, found {list(texts)}")
+        raise ValueError(f"{kind} options must be different, got {list(texts)}")
     require_options(kind, name, load, values)
     types = get_type_hints(load.func if isinstance(load, partial) else load)
     return {option: _converted(option, value, types.get(option, str)) for option, value in values.items()}
@@ -42,7 +42,7 @@ def require_options(kind: str, name: str, load: Callable[..., object], options: 
         if option not in allowed:
             near = difflib.get_close_matches(option, allowed, n=1)
             hint = f"; did you mean {near[0]!r}?" if near else ""
-            raise ValueError(f"{kind} {name!r} has the options {allowed}, found {option!r}{hint}")
+            raise ValueError(f"{kind} {name!r} has the options {allowed}, got {option!r}{hint}")
 
 
 def _converted(option: str, text: str, wanted: object) -> object:
@@ -53,7 +53,7 @@ def _converted(option: str, text: str, wanted: object) -> object:
             return _READERS[kind](text)
         except (KeyError, ValueError):
             allowed = "true or false" if kind is bool else f"of type {kind.__name__}"
-            raise ValueError(f"{option} must be {allowed}, found {text!r}") from None
+            raise ValueError(f"{option} must be {allowed}, got {text!r}") from None
     return text
 
 

@@ -17,7 +17,7 @@ from jagg_core.choices import TimestepMode
 
 def _check_steps(steps: int, at_least: int = 1) -> None:
     if steps < at_least:
-        raise ValueError(f"steps must be at least {at_least}, found {steps}")
+        raise ValueError(f"steps must be at least {at_least}, got {steps}")
 
 
 def time_shift(sigmas: Tensor, shift: float) -> Tensor:
@@ -27,7 +27,7 @@ def time_shift(sigmas: Tensor, shift: float) -> Tensor:
         ValueError: ``shift`` not positive.
     """
     if not shift > 0:
-        raise ValueError(f"shift must be positive, found {shift}")
+        raise ValueError(f"shift must be positive, got {shift}")
     return shift * sigmas / (1 + (shift - 1) * sigmas)
 
 
@@ -67,7 +67,7 @@ def dynamic_mu(
         ValueError: fewer than 1 image token.
     """
     if image_tokens < 1:
-        raise ValueError(f"image_tokens must be at least 1, found {image_tokens}")
+        raise ValueError(f"image_tokens must be at least 1, got {image_tokens}")
     slope = (max_shift - base_shift) / (max_tokens - base_tokens)
     return base_shift + slope * (image_tokens - base_tokens)
 
@@ -100,7 +100,7 @@ def qwen_image_schedule(steps: int, image_tokens: int, terminal: float = 0.02) -
     """
     _check_steps(steps, at_least=2)
     if not 0 < terminal < 1:
-        raise ValueError(f"terminal must be between 0 and 1, found {terminal}")
+        raise ValueError(f"terminal must be between 0 and 1, got {terminal}")
     grid = _dynamic_grid(steps, dynamic_mu(image_tokens, max_tokens=8192, max_shift=0.9))
     stretched = 1 - (1 - grid) * (1 - terminal) / (1 - grid[-1])
     return torch.cat([stretched, torch.zeros(1, dtype=torch.float64)])
@@ -122,7 +122,7 @@ def network_sigma(sigma: Tensor, mode: TimestepMode = "float") -> Tensor:
         return (sigma.double() * 1000).long().double() / 1000
     if mode == "round":
         return (sigma.double() * 1000).round() / 1000
-    raise ValueError(f"timestep_mode must be one of {list(get_args(TimestepMode))}, found {mode!r}")
+    raise ValueError(f"timestep_mode must be one of {list(get_args(TimestepMode))}, got {mode!r}")
 
 
 def check_sigmas(sigmas: Tensor, name: str = "sigmas") -> Tensor:
@@ -133,14 +133,14 @@ def check_sigmas(sigmas: Tensor, name: str = "sigmas") -> Tensor:
     """
     values = sigmas.detach().to(device="cpu", dtype=torch.float64)
     if values.ndim not in (1, 2) or values.shape[-1] == 0:
-        raise ValueError(f"{name} must have shape [T] or [B, T] with T >= 1, found {list(values.shape)}")
+        raise ValueError(f"{name} must have shape [T] or [B, T] with T >= 1, got {list(values.shape)}")
     if not torch.isfinite(values).all() or values.min() < 0 or values.max() > 1:
-        raise ValueError(f"{name} must lie in [0, 1], found {values.min().item():g} to {values.max().item():g}")
+        raise ValueError(f"{name} must lie in [0, 1], got {values.min().item():g} to {values.max().item():g}")
     wrong = (values.diff(dim=-1) >= 0).nonzero()
     if len(wrong):
         step = int(wrong[0, -1])
         row = values.reshape(-1, values.shape[-1])[int(wrong[0, 0]) if values.ndim == 2 else 0]
         raise ValueError(
-            f"{name} must decrease strictly (1 is noise), found {row[step]:g} then {row[step + 1]:g} at step {step}"
+            f"{name} must decrease strictly (1 is noise), got {row[step]:g} then {row[step + 1]:g} at step {step}"
         )
     return values

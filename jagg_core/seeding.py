@@ -27,5 +27,5 @@ def initial_latents(shape: Sequence[int], seed: int, sample_ids: Sequence[int]) 
         ValueError: no samples.
     """
     if len(sample_ids) == 0:
-        raise ValueError("sample_ids: at least one is needed, found none")
+        raise ValueError("sample_ids: at least one is needed, got none")
     return torch.stack([torch.randn(tuple(shape), generator=generator_for(seed, "latents", i)) for i in sample_ids])

@@ -53,7 +53,7 @@ class Transition:
     def __post_init__(self) -> None:
         if not (0 < self.eta <= self.max_eta and math.isfinite(self.eta)):
             limit = "" if math.isinf(self.max_eta) else f" and at most {self.max_eta:g}"
-            raise ValueError(f"eta of {type(self).__name__} must be positive{limit}, found {self.eta}")
+            raise ValueError(f"eta of {type(self).__name__} must be positive{limit}, got {self.eta}")
 
     def coefficients(self, sigma: Tensor, next_sigma: Tensor) -> Coefficients:
         """Computes the coefficients of the step from ``sigma`` to ``next_sigma`` (equal shapes), fp64."""

@@ -200,16 +200,16 @@ def test_the_sde_has_a_seed(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--eta", "-0.1"], "eta must be at least 0, found -0.1"),
-        (["--eta", "nan"], "eta must be at least 0, found nan"),
-        (["--eta", "inf"], "eta of DanceSDE must be positive, found inf"),
-        (["--count", "0"], "count must be at least 1, found 0"),
-        (["--steps", "0"], "steps must be at least 1, found 0"),
-        (["--shift", "0"], "shift must be positive, found 0.0"),
+        (["--eta", "-0.1"], "eta must be at least 0, got -0.1"),
+        (["--eta", "nan"], "eta must be at least 0, got nan"),
+        (["--eta", "inf"], "eta of DanceSDE must be positive, got inf"),
+        (["--count", "0"], "count must be at least 1, got 0"),
+        (["--steps", "0"], "steps must be at least 1, got 0"),
+        (["--shift", "0"], "shift must be positive, got 0.0"),
         (["--backbone", "digit-flux"], "did you mean 'digits-flux'"),
         (["--prompts", "3", "cat"], "prompts: digits-flux knows"),
         (["--device", "nonsense"], "device 'nonsense' cannot be used here"),
-        (["--eta", "0.5", "--steps", "1"], "steps must be at least 2 with noise, found 1"),
+        (["--eta", "0.5", "--steps", "1"], "steps must be at least 2 with noise, got 1"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
@@ -320,7 +320,7 @@ def test_training_writes_where_it_is_told(tmp_path: Path, monkeypatch: pytest.Mo
 def test_training_refuses_no_steps(kind: str, tmp_path: Path, capsys: Capture) -> None:
     name = {"backbones": "digits-flux", "rewards": "digits"}[kind]
     assert refused([kind, "train", name, "--steps", "0", "--out", str(tmp_path / "w")]) == 2
-    assert "steps must be at least 1, found 0" in capsys.readouterr().err
+    assert "steps must be at least 1, got 0" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
 
 

@@ -51,13 +51,13 @@ def test_samples_of_a_model_are_taken_as_they_are() -> None:
 
 @pytest.mark.parametrize("shape", [(0, 3, 2, 2), (1, 2, 2, 2), (1, 4, 2, 2), (3, 2, 2), (2, 2)])
 def test_what_is_no_image_is_refused(shape: tuple[int, ...]) -> None:
-    with pytest.raises(ValueError, match=rf"images must have shape .*, found \[{', '.join(map(str, shape))}\]"):
+    with pytest.raises(ValueError, match=rf"images must have shape .*, got \[{', '.join(map(str, shape))}\]"):
         image_grid(torch.zeros(shape), 1)
 
 
 @pytest.mark.parametrize(("columns", "scale"), [(0, 3), (-1, 3), (2, 0)])
 def test_sizes_out_of_range_are_refused(columns: int, scale: int) -> None:
-    with pytest.raises(ValueError, match=f"columns and scale must be at least 1, found {columns} and {scale}"):
+    with pytest.raises(ValueError, match=f"columns and scale must be at least 1, got {columns} and {scale}"):
         image_grid(images(1), columns, scale)
 
 

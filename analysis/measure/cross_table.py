@@ -178,7 +178,7 @@ def choose_space(
         ValueError: an unknown name.
     """
     if name not in get_args(SpaceName):
-        raise ValueError(f"space must be one of {list(get_args(SpaceName))}, found {name!r}")
+        raise ValueError(f"space must be one of {list(get_args(SpaceName))}, got {name!r}")
     device = parameters[0].device
     free = free_memory(device)
     spaces: list[Space] = []

@@ -79,13 +79,13 @@ class Curves:
         read_options(self.backbone, self.backbone_options)
         require_at_least(self, updates=1, seeds=1, eval_every=1, workers=1)
         if not 1 <= self.longer < math.inf:
-            raise ValueError(f"longer must be at least 1, found {self.longer}")
+            raise ValueError(f"longer must be at least 1, got {self.longer}")
         require_one_of("centring", self.centring, ("prompt", "batch"))
         known = self.estimators()
         for name in self.arms:
             require_one_of("arms", name, tuple(known))
         if self.arms and "exact" not in self.arms:
-            raise ValueError(f"arms must have 'exact', which the others are compared with, found {list(self.arms)}")
+            raise ValueError(f"arms must have 'exact', which the others are compared with, got {list(self.arms)}")
         self.config(known["exact"], self.seed)
 
     def estimators(self) -> dict[str, PlanSettings]:

@@ -53,7 +53,7 @@ def trained_parameters(policy: VelocityPolicy) -> list[Tensor]:
     """
     found = [p for p in getattr(policy, "parameters", list)() if p.requires_grad]
     if not found:
-        raise ValueError("policy: needs parameters() with at least one that requires gradients, found none")
+        raise ValueError("policy: needs parameters() with at least one that requires gradients, got none")
     return found
 
 
@@ -120,7 +120,7 @@ def _per_sample_passes(plan: Plan, trajectory: Trajectory, upstream: Sequence[Te
     if len(plan.weights) != trajectory.batch or plan.knot_sigmas is not None:
         raise ValueError(
             f"plan {plan.name!r} must have weights for {trajectory.batch} samples and no predicted knots, "
-            f"found {list(plan.weights.shape)}"
+            f"got {list(plan.weights.shape)}"
         )
     fed = (plan.weights != 0).any(-1)
     count = int(fed.sum(-1).max())
@@ -136,14 +136,14 @@ def _per_sample_passes(plan: Plan, trajectory: Trajectory, upstream: Sequence[Te
 def check_steps(plan: Plan, steps: int) -> None:
     """Raise ValueError unless the plan is for ``steps`` steps."""
     if plan.steps != steps:
-        raise ValueError(f"plan {plan.name!r} must have weights [K, {steps}], found {list(plan.weights.shape)}")
+        raise ValueError(f"plan {plan.name!r} must have weights [K, {steps}], got {list(plan.weights.shape)}")
 
 
 def check_shared(plan: Plan, steps: int) -> None:
     """Raise ValueError unless the plan is for ``steps`` steps, with weights that all samples share."""
     shared = plan.weights.ndim == 2 and (plan.knot_sigmas is None or plan.knot_sigmas.ndim == 1)
     if plan.steps != steps or not shared:
-        raise ValueError(f"plan {plan.name!r} must have weights [K, {steps}], found {list(plan.weights.shape)}")
+        raise ValueError(f"plan {plan.name!r} must have weights [K, {steps}], got {list(plan.weights.shape)}")
 
 
 def differentiate(

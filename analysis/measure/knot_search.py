@@ -34,7 +34,7 @@ class KnotSearch:
 
     def __init__(self, tables: Sequence[CrossTable], sigmas: Tensor, make: MakePlan) -> None:
         if not tables:
-            raise ValueError("tables: at least one is needed to search knots, found none")
+            raise ValueError("tables: at least one is needed to search knots, got none")
         self.tables = tables
         self.sigmas = sigmas
         self.make = make

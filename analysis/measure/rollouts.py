@@ -34,7 +34,7 @@ def rollout_seed(recipe: Recipe, eta: float, purpose: str, number: int) -> int:
 def check_prompts(recipe: Recipe, backbone: Backbone) -> None:
     """Raise ValueError unless the backbone has as many prompts as a batch draws."""
     if recipe.prompts > len(backbone.prompts):
-        raise ValueError(f"prompts must be at most {len(backbone.prompts)} for {backbone.name}, found {recipe.prompts}")
+        raise ValueError(f"prompts must be at most {len(backbone.prompts)} for {backbone.name}, got {recipe.prompts}")
 
 
 def make_batch(backbone: Backbone, reward: Reward, recipe: Recipe, eta: float, purpose: str, number: int) -> Batch:

@@ -121,7 +121,7 @@ class ProjectedSpace:
 
     def __init__(self, sharding: Sharding, labels: Sequence[str], dimension: int = DIMENSION, seed: int = 0) -> None:
         if dimension < 1:
-            raise ValueError(f"dimension must be at least 1, found {dimension}")
+            raise ValueError(f"dimension must be at least 1, got {dimension}")
         self.sharding = sharding
         self.dimension = dimension
         self.blocks = ordered_blocks(labels)

@@ -66,7 +66,7 @@ class Recipe:
         require_one_of("transition", self.transition, tuple(TRANSITIONS))
         require_one_of("timestep_mode", self.timestep_mode, TimestepMode)
         if self.guidance is not None and not math.isfinite(self.guidance):
-            raise ValueError(f"guidance must be finite, found {self.guidance}")
+            raise ValueError(f"guidance must be finite, got {self.guidance}")
 
     @property
     def batch(self) -> int:
@@ -160,27 +160,27 @@ class Study:
         for name, low in (("calibration_batches", 1), ("evaluation_batches", 2)):
             counts = getattr(self, name)
             if not counts or min(counts) < low:
-                raise ValueError(f"{name} must be numbers of at least {low}, found {list(counts)}")
+                raise ValueError(f"{name} must be numbers of at least {low}, got {list(counts)}")
         require_at_least(self, workers=0, dimension=1)
         require_one_of("preset", self.preset, ("", *sorted(PRESETS)))
         told = {f"{eta:g}" for eta in self.etas}  # as cells are named
         if not self.etas or any(not 0 < eta < math.inf for eta in self.etas) or len(told) != len(self.etas):
-            raise ValueError(f"etas must be positive and different, at least one, found {list(self.etas)}")
+            raise ValueError(f"etas must be positive and different, at least one, got {list(self.etas)}")
         for eta in self.etas:
             self.recipe.kernel(eta)
         if not self.windows or len(set(self.windows)) != len(self.windows):
-            raise ValueError(f"windows must be different, at least one, found {list(self.windows)}")
+            raise ValueError(f"windows must be different, at least one, got {list(self.windows)}")
         for window in self.windows:
             if not 2 <= window <= self.steps:
-                raise ValueError(f"windows must lie between 2 and {self.steps}, found {window}")
+                raise ValueError(f"windows must lie between 2 and {self.steps}, got {window}")
             groups_of(self.steps, window)
         if not 0 < self.threshold < 1:
-            raise ValueError(f"threshold must be between 0 and 1, found {self.threshold}")
+            raise ValueError(f"threshold must be between 0 and 1, got {self.threshold}")
         routed_groups(1, self.jagg_frac)
         if any(passes < 1 for passes in self.predicted_passes):
-            raise ValueError(f"predicted_passes must be at least 1, found {list(self.predicted_passes)}")
+            raise ValueError(f"predicted_passes must be at least 1, got {list(self.predicted_passes)}")
         if self.space not in ("auto", "exact", "projected"):
-            raise ValueError(f"space must be auto, exact or projected, found {self.space!r}")
+            raise ValueError(f"space must be auto, exact or projected, got {self.space!r}")
         require_one_of("dtype", self.dtype, DTYPES)
 
     @property
@@ -259,9 +259,9 @@ class Calibrate(Study):
         )
         for name in ("max_signal_loss", "min_cosine"):
             if not 0 < getattr(self, name) < 1:
-                raise ValueError(f"{name} must be between 0 and 1, found {getattr(self, name)}")
+                raise ValueError(f"{name} must be between 0 and 1, got {getattr(self, name)}")
         if not self.signal_passes or min(self.signal_passes) < 1:
-            raise ValueError(f"signal_passes must be at least 1, one of them needed, found {list(self.signal_passes)}")
+            raise ValueError(f"signal_passes must be at least 1, one of them needed, got {list(self.signal_passes)}")
 
     @property
     def signal_recipe(self) -> Recipe:
@@ -299,5 +299,5 @@ class Reproduce(Study):
             check_backbone_name(name)
         require_at_least(self, leak_batches=3, speed_rounds=2, speed_batch=1, speed_window=2)
         if self.speed_window > self.steps:
-            raise ValueError(f"speed_window must be at most the {self.steps} trained steps, found {self.speed_window}")
+            raise ValueError(f"speed_window must be at most the {self.steps} trained steps, got {self.speed_window}")
         super().__post_init__()

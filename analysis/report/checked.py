@@ -117,9 +117,7 @@ def _check(expected: Expected, values: Mapping[str, Any], where: str) -> None:
     for name, (what, test) in expected.items():
         if name in values and not test(values[name]):
             found = repr(values[name])
-            raise RecordError(
-                f"{where}{name} must be {what}, found {found if len(found) <= 60 else found[:57] + '...'}"
-            )
+            raise RecordError(f"{where}{name} must be {what}, got {found if len(found) <= 60 else found[:57] + '...'}")
 
 
 @contextmanager

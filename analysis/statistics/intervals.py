@@ -116,7 +116,7 @@ def leak_test(gram: np.ndarray, seed: int = 0) -> Leak:
     """
     n = len(gram)
     if n < 3:
-        raise ValueError(f"the leak test needs at least 3 batches, found {n}")
+        raise ValueError(f"the leak test needs at least 3 batches, got {n}")
     trace, total = float(np.trace(gram)), float(gram.sum())
     if not trace - total / n > 0:
         raise ValueError("the gradients do not vary: their leak is undefined")

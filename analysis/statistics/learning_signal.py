@@ -31,14 +31,14 @@ def _table(name: str, table: np.ndarray) -> np.ndarray:
     """
     table = np.asarray(table, dtype=np.float64)
     if table.ndim != 2 or table.shape[0] != table.shape[1]:
-        raise ValueError(f"{name} must be a square table, found shape {table.shape}")
+        raise ValueError(f"{name} must be a square table, got shape {table.shape}")
     if len(table) < 3:
-        raise ValueError(f"{name} needs at least 3 batches, found {len(table)}")
+        raise ValueError(f"{name} needs at least 3 batches, got {len(table)}")
     if not np.isfinite(table).all():
-        raise ValueError(f"{name} must be finite, found {int((~np.isfinite(table)).sum())} entries that are not")
+        raise ValueError(f"{name} must be finite, got {int((~np.isfinite(table)).sum())} entries that are not")
     gap = float(np.abs(table - table.T).max())
     if gap > 1e-6 * float(np.abs(table).max()):
-        raise ValueError(f"{name} must be symmetric, found entries that differ by {gap:.3g}")
+        raise ValueError(f"{name} must be symmetric, got entries that differ by {gap:.3g}")
     return table
 
 
@@ -69,9 +69,9 @@ class Products:
         object.__setattr__(self, "cross", cross)
         if cross.shape != (self.m, self.n) or self.m > self.n:
             found = f"{self.exact.shape}, {cross.shape}, {self.own.shape}"
-            raise ValueError(f"exact, cross and own must be [n, n], [m, n] and [m, m] with m <= n, found {found}")
+            raise ValueError(f"exact, cross and own must be [n, n], [m, n] and [m, m] with m <= n, got {found}")
         if not np.isfinite(cross).all():
-            raise ValueError(f"cross must be finite, found {int((~np.isfinite(cross)).sum())} entries that are not")
+            raise ValueError(f"cross must be finite, got {int((~np.isfinite(cross)).sum())} entries that are not")
 
     @property
     def n(self) -> int:
@@ -170,7 +170,7 @@ class Moments:
 
     def _cosine(self, product: Values, squared: Values, noise: Values, scale: float) -> Values:
         if not scale > 0:
-            raise ValueError(f"scale must be positive, found {scale}")
+            raise ValueError(f"scale must be positive, got {scale}")
         return product / (np.sqrt(_positive(self.mu2)) * np.sqrt(_positive(squared + noise / scale)))
 
 
@@ -191,12 +191,12 @@ def moments(products: Products, weights: np.ndarray | None = None) -> Moments:
     n, m = products.n, products.m
     drawn = np.ones(n) if weights is None else np.asarray(weights, dtype=np.float64)
     if drawn.ndim not in (1, 2) or drawn.shape[-1] != n:
-        raise ValueError(f"weights must have shape ({n},) or (draws, {n}), found {drawn.shape}")
+        raise ValueError(f"weights must have shape ({n},) or (draws, {n}), got {drawn.shape}")
     if not (drawn >= 0).all():
-        raise ValueError(f"weights must not be negative, found {drawn.min()}")
+        raise ValueError(f"weights must not be negative, got {drawn.min()}")
     own = drawn[..., :m]
     if not ((own > 0).sum(-1) >= 2).all():
-        raise ValueError(f"each draw needs at least 2 batches, found {int((own > 0).sum(-1).min())}")
+        raise ValueError(f"each draw needs at least 2 batches, got {int((own > 0).sum(-1).min())}")
 
     def mean(table: np.ndarray, rows: np.ndarray, columns: np.ndarray) -> Values:
         apart = 1 - np.eye(*table.shape)
@@ -266,7 +266,7 @@ def kept_difference(one: Products, other: Products, scale: float, seed: int = 0)
         ValueError: a scale that is not positive, or products of different exact gradients.
     """
     if not np.array_equal(one.exact, other.exact):
-        raise ValueError(f"one and other must have the same exact gradients, found {one.n} and {other.n} batches")
+        raise ValueError(f"one and other must have the same exact gradients, got {one.n} and {other.n} batches")
     m = min(one.m, other.m)
     first, second = (Products(p.exact, p.cross[:m], p.own[:m, :m]) for p in (one, other))
     draws = _draws(second, seed).loss(scale) - _draws(first, seed).loss(scale)

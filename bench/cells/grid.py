@@ -55,7 +55,7 @@ class Grid:
         for name, values in allowed.items():
             unknown = [value for value in getattr(self, name) if value not in values]
             if unknown:
-                raise ValueError(f"{name} must be of {list(values)}, found {unknown[0]!r}")
+                raise ValueError(f"{name} must be of {list(values)}, got {unknown[0]!r}")
         self.settings()
 
     def settings(self) -> list[GroupBench]:
@@ -118,8 +118,8 @@ def read_grid(given: dict[str, str | None]) -> Grid:
         try:
             values = tuple(kind(part.strip()) for part in text.split(","))
         except ValueError as error:
-            raise ValueError(f"{field.name} must be of type {kind.__name__}, found {text!r}") from error
+            raise ValueError(f"{field.name} must be of type {kind.__name__}, got {text!r}") from error
         if not isinstance(field.default, tuple) and len(values) != 1:
-            raise ValueError(f"{field.name} takes one value, found {text!r}")
+            raise ValueError(f"{field.name} takes one value, got {text!r}")
         found[field.name] = values if isinstance(field.default, tuple) else values[0]
     return Grid(**found)

@@ -13,9 +13,9 @@ from jagg_core.trajectory import at_least_fp32
 def check_lora(rank: int, alpha: int | None) -> None:
     """Raise ValueError unless ``rank`` is at least 0 and ``alpha``, if given, positive and beside a rank."""
     if rank < 0:
-        raise ValueError(f"lora_rank must be at least 0, found {rank}")
+        raise ValueError(f"lora_rank must be at least 0, got {rank}")
     if alpha is not None and not (rank > 0 and alpha > 0):
-        raise ValueError(f"lora_alpha must be positive, beside a lora_rank, found {alpha} at rank {rank}")
+        raise ValueError(f"lora_alpha must be positive, beside a lora_rank, got {alpha} at rank {rank}")
 
 
 def add_lora(transformer: Any, targets: Sequence[str], rank: int, alpha: int | None = None, seed: int = 0) -> None:

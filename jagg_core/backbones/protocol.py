@@ -92,7 +92,7 @@ def schedule_of(backbone: Backbone, name: ScheduleName, steps: int, shift: float
         return dance_schedule(steps, shift)
     own: Callable[[int], Tensor] | None = getattr(backbone, "schedule", None)
     if own is None:
-        raise ValueError(f"schedule: {backbone.name} has no method schedule(steps); allowed: dance, found {name!r}")
+        raise ValueError(f"schedule: {backbone.name} has no method schedule(steps); allowed: dance, got {name!r}")
     return own(steps)
 
 

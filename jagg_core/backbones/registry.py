@@ -117,7 +117,7 @@ def load_backbone(
         check_weights(str(weights))
     require_options("backbone", name, load, options)
     if not dtype.is_floating_point:
-        raise ValueError(f"dtype must be floating point, found {dtype}")
+        raise ValueError(f"dtype must be floating point, got {dtype}")
     require_device(device)
     backbone = load(device, dtype, **options)
     _require_members(name, backbone)
@@ -142,12 +142,12 @@ def _loader(name: str) -> Loader:
     if ":" in name:
         found = import_object(name, "backbone", _allowed())
         if not callable(found) or not _takes_device_and_dtype(found):
-            raise ValueError(f"backbone {name!r} must be a function of (device, dtype), found {found!r}")
+            raise ValueError(f"backbone {name!r} must be a function of (device, dtype), got {found!r}")
         return cast(Loader, found)
     if name not in _REGISTRY:
         near = difflib.get_close_matches(name, _REGISTRY, n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise ValueError(f"backbone must be {_allowed()}, found {name!r}{hint}")
+        raise ValueError(f"backbone must be {_allowed()}, got {name!r}{hint}")
     return _REGISTRY[name].load
 
 

@@ -131,7 +131,7 @@ def load_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
     for name, tensor in tensors.items():
         if name not in stored or stored[name].size != tensor.shape:
             found = f"shape {list(stored[name].size)}" if name in stored else "none"
-            raise ValueError(f"{path.name}: {name} of shape {list(tensor.shape)} is needed, found {found}")
+            raise ValueError(f"{path.name}: {name} of shape {list(tensor.shape)} is needed, got {found}")
     with _quiet(), _failures_as(ValueError):
         dcp.load(dict(tensors), storage_reader=reader, no_dist=not dist.is_initialized())
 

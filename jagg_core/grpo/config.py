@@ -57,9 +57,9 @@ class GRPOConfig:
         if kind == "groups":
             groups_of(steps, plan.window)
         if kind == "random" and plan.passes > steps:
-            raise ValueError(f"passes must be at most the {steps} trained steps, found {plan.passes}")
+            raise ValueError(f"passes must be at most the {steps} trained steps, got {plan.passes}")
         if plan.knots and max(plan.knots) >= steps:
-            raise ValueError(f"knots must be below the {steps} trained steps, found {list(plan.knots)}")
+            raise ValueError(f"knots must be below the {steps} trained steps, got {list(plan.knots)}")
         if plan.calibration:
             self._check_calibration()
         if plan.keep_graphs:
@@ -67,7 +67,7 @@ class GRPOConfig:
         if plan.upstream == "pathwise":
             self._check_pathwise()
         if plan.recalibrate_every and self.rollout.trained != "all":
-            raise ValueError(f"recalibrate_every needs trained 'all', found {self.rollout.trained!r}")
+            raise ValueError(f"recalibrate_every needs trained 'all', got {self.rollout.trained!r}")
         prompt_statistics = "prompt" in (self.advantage.centre, self.advantage.scale)
         if prompt_statistics and self.rollout.samples == 1:
             raise ValueError(
@@ -95,7 +95,7 @@ class GRPOConfig:
         given = self.rollout
         if given.trained != "all":
             raise ValueError(
-                f"a calibration is of whole rollouts: trained must be 'all' with it, found {given.trained!r}"
+                f"a calibration is of whole rollouts: trained must be 'all' with it, got {given.trained!r}"
             )
         if find_estimator(self.plan.estimator).kind == "groups":
             jagg_frac_of(self.plan)
@@ -140,7 +140,7 @@ class GRPOConfig:
                 raise ValueError(
                     "keep_graphs is for one optimizer step on policy, at states of the rollout that all samples share: "
                     f"{name} must be {'all or window' if name == 'trained' else wanted}, "
-                    f"found {self.rollout.trained if name == 'trained' else value}"
+                    f"got {self.rollout.trained if name == 'trained' else value}"
                 )
 
     def check_ranks(self, ranks: int) -> None:
@@ -152,12 +152,12 @@ class GRPOConfig:
         samples, parts = self.rollout.batch, ranks * self.optimizer.steps_per_rollout
         if samples % parts:
             raise ValueError(
-                f"prompts * samples must be a multiple of ranks * steps_per_rollout = {parts}, found {samples}"
+                f"prompts * samples must be a multiple of ranks * steps_per_rollout = {parts}, got {samples}"
             )
         held_out = self.run.eval_prompts * self.run.eval_samples
         if self.run.eval_every and held_out % ranks:
-            raise ValueError(f"eval_prompts * eval_samples must be a multiple of the {ranks} ranks, found {held_out}")
+            raise ValueError(f"eval_prompts * eval_samples must be a multiple of the {ranks} ranks, got {held_out}")
         if self.plan.keep_graphs and ranks > 1:
-            raise ValueError(f"keep_graphs is for one rank, whose weights stay as they are, found {ranks}")
+            raise ValueError(f"keep_graphs is for one rank, whose weights stay as they are, got {ranks}")
         if self.parallel.shards and ranks % self.parallel.shards:
-            raise ValueError(f"shards must divide the {ranks} ranks, found {self.parallel.shards}")
+            raise ValueError(f"shards must divide the {ranks} ranks, got {self.parallel.shards}")

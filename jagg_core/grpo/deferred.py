@@ -37,7 +37,7 @@ class DeferredGradients:
         free = free_memory(first.device)
         if on_any_rank(self.nbytes > free, first.device):
             raise ValueError(
-                f"defer_gradient_sync keeps {self.nbytes / 2**30:.2f} GiB of unreduced gradients on every rank, found "
+                f"defer_gradient_sync keeps {self.nbytes / 2**30:.2f} GiB of unreduced gradients on every rank, got "
                 f"{free / 2**30:.2f} GiB free on this one: train a LoRA, or leave it off"
             )
         transformer.add_module("gradient_sync", fully_shard(nn.Identity(), mesh=first.device_mesh))

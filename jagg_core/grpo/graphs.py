@@ -38,7 +38,7 @@ def require_memory(policy: VelocityPolicy, latents: Tensor, knots: int, samples:
     needed, free = graph_bytes(policy, latents) * knots * samples, free_memory(latents.device)
     if needed > free:
         raise ValueError(
-            f"keep_graphs needs {needed / 2**30:.2f} GiB for {knots} knots of {samples} samples, found "
+            f"keep_graphs needs {needed / 2**30:.2f} GiB for {knots} knots of {samples} samples, got "
             f"{free / 2**30:.2f} GiB free: use checkpointing, fewer knots or samples, or leave it off"
         )
     return needed

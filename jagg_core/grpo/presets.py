@@ -110,7 +110,7 @@ def preset(name: str, backbone: str) -> dict[str, dict[str, Any]]:
         ValueError: unknown preset.
     """
     if name not in PRESETS:
-        raise ValueError(f"preset must be one of {sorted(PRESETS)}, found {name!r}")
+        raise ValueError(f"preset must be one of {sorted(PRESETS)}, got {name!r}")
     found: dict[str, dict[str, Any]] = {}
     for key, overrides in PRESETS[name].items():
         if key == ANY or backbone.startswith(key):

@@ -223,4 +223,4 @@ def _require_fresh_or_same(config: GRPOConfig, folder: Path, resume: bool) -> No
                 continue
             found = stored.get(section, {}).get(name)
             if found != value:
-                raise ValueError(f"resume: the run was begun with {section}.{name} {found!r}, found {value!r}")
+                raise ValueError(f"resume: the run was begun with {section}.{name} {found!r}, got {value!r}")

@@ -50,9 +50,9 @@ class ModelSettings:
         read_options(self.backbone, self.options)
         require_one_of("dtype", self.dtype, DTYPES)
         if self.guidance is not None and not math.isfinite(self.guidance):
-            raise ValueError(f"guidance must be finite, found {self.guidance}")
+            raise ValueError(f"guidance must be finite, got {self.guidance}")
         if not 0 <= self.ema_decay < 1:
-            raise ValueError(f"ema_decay must be at least 0 and below 1, found {self.ema_decay}")
+            raise ValueError(f"ema_decay must be at least 0 and below 1, got {self.ema_decay}")
 
 
 @dataclass(frozen=True)
@@ -106,14 +106,14 @@ class RolloutSettings:
         require_one_of("trained", self.trained, TrainedSteps)
         TRANSITIONS[self.transition](self.eta)
         if not 0 < self.fraction <= 1:
-            raise ValueError(f"fraction must be above 0 and at most 1, found {self.fraction}")
+            raise ValueError(f"fraction must be above 0 and at most 1, got {self.fraction}")
         if self.trained == "window":
             low, high = self.window_range
             last = self.steps - 1 - self.window_size
             if not 0 <= low < high or high - 1 > last:
                 raise ValueError(
                     f"window_range must lie in 0..{last + 1} for windows of {self.window_size} of the "
-                    f"{self.steps - 1} steps that can be trained, found {list(self.window_range)}"
+                    f"{self.steps - 1} steps that can be trained, got {list(self.window_range)}"
                 )
 
     @property
@@ -164,7 +164,7 @@ class AdvantageSettings:
             require_one_of(name, getattr(self, name), ("prompt", "batch", "none"))
         require_one_of("std", self.std, ("sample", "population"))
         if not 0 <= self.eps < math.inf:
-            raise ValueError(f"eps must be at least 0, found {self.eps}")
+            raise ValueError(f"eps must be at least 0, got {self.eps}")
 
 
 @dataclass(frozen=True)
@@ -228,25 +228,25 @@ class PlanSettings:
         require_at_least(self, window=1, passes=1, recalibrate_every=0)
         if self.recalibrate_every:
             if self.estimator != "causal":
-                raise ValueError(f"recalibrate_every is for the estimator causal, found {self.estimator}")
+                raise ValueError(f"recalibrate_every is for the estimator causal, got {self.estimator}")
             import_object(self.recalibrate, "recalibrate", "module:function")
         if self.jagg_frac == "calibrated":
             if not self.calibration:
-                raise ValueError("jagg_frac 'calibrated' needs a calibration file, found none")
+                raise ValueError("jagg_frac 'calibrated' needs a calibration file, got none")
         else:
             routed_groups(1, self.jagg_frac)
         if kind == "knots":
             if bool(self.knots) == bool(self.calibration):
                 raise ValueError(
                     f"estimator {self.estimator} needs either knots or a calibration, "
-                    f"found knots {list(self.knots)} and calibration {self.calibration!r}"
+                    f"got knots {list(self.knots)} and calibration {self.calibration!r}"
                 )
             if self.knots:
                 check_knots(self.knots, max(0, *self.knots) + 1)
             if self.calibration:
                 Plan.from_calibration(self.calibration, self.passes, family=find_estimator(self.estimator).knots_of)
         if self.predict and self.estimator != "causal":
-            raise ValueError(f"predict is for the estimator causal, found {self.estimator}")
+            raise ValueError(f"predict is for the estimator causal, got {self.estimator}")
 
     def _check_pathwise(self) -> None:
         """Refuse what has another expectation: a plan that looks ahead has a term that the reward's gradient misses."""
@@ -317,7 +317,7 @@ class OptimizerSettings:
         require_at_least(self, warmup=0, weight_decay=0, steps_per_rollout=1, epochs=1)
         for name in ("beta1", "beta2"):
             if not 0 <= getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 0 and below 1, found {getattr(self, name)}")
+                raise ValueError(f"{name} must be at least 0 and below 1, got {getattr(self, name)}")
 
 
 @dataclass(frozen=True)

@@ -158,7 +158,7 @@ def host_trajectory(
     """
     if latents.ndim < 3 or latents.shape != next_latents.shape or log_probs.shape != latents.shape[:2]:
         raise ValueError(
-            "latents and next_latents must have shape [B, S, ...] and log_probs [B, S], found "
+            "latents and next_latents must have shape [B, S, ...] and log_probs [B, S], got "
             f"{list(latents.shape)}, {list(next_latents.shape)} and {list(log_probs.shape)}"
         )
     if 0 in log_probs.shape:

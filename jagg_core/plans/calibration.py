@@ -43,11 +43,11 @@ def read_plan(
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise RecordError(f"{path}: damaged calibration file: {error}") from error
     if predict and family != "causal":
-        raise ValueError(f"predict is for the family causal, found {family!r}")
+        raise ValueError(f"predict is for the family causal, got {family!r}")
     if family not in plans:
-        raise ValueError(f"family must be one of {sorted(plans)}, found {family!r}")
+        raise ValueError(f"family must be one of {sorted(plans)}, got {family!r}")
     if str(passes) not in plans[family]:
-        raise ValueError(f"passes must be one of {sorted(map(int, plans[family]))}, found {passes}")
+        raise ValueError(f"passes must be one of {sorted(map(int, plans[family]))}, got {passes}")
     if data.get("quick"):
         warnings.warn(f"{path}: of a quick run, not for use; calibrate without --quick", stacklevel=3)
     if trajectory is not None:

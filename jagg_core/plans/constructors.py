@@ -23,7 +23,7 @@ def groups_of(steps: int, window: int) -> list[range]:
         ValueError: ``window`` below 1 or above ``steps``.
     """
     if not 1 <= window <= steps:
-        raise ValueError(f"window must be between 1 and the {steps} trained steps, found {window}")
+        raise ValueError(f"window must be between 1 and the {steps} trained steps, got {window}")
     return [range(start, start + window) for start in range(0, steps - window + 1, window)]
 
 
@@ -34,7 +34,7 @@ def routed_groups(groups: int, jagg_frac: float) -> int:
         ValueError: ``jagg_frac`` outside [0, 1].
     """
     if not 0 <= jagg_frac <= 1:
-        raise ValueError(f"jagg_frac must be between 0 and 1, found {jagg_frac}")
+        raise ValueError(f"jagg_frac must be between 0 and 1, got {jagg_frac}")
     # the tolerance keeps 0.58 * 50 at 29, whatever its binary fraction
     return int(jagg_frac * groups + 0.5 + 1e-9)
 
@@ -137,7 +137,7 @@ def subsample_plan(sigmas: Tensor, count: int, generator: torch.Generator) -> Pl
     sigmas = check_sigmas(sigmas)
     steps = sigmas.shape[-1]
     if not 1 <= count <= steps:
-        raise ValueError(f"count must be between 1 and the {steps} trained steps, found {count}")
+        raise ValueError(f"count must be between 1 and the {steps} trained steps, got {count}")
     kept = sorted(torch.randperm(steps, generator=generator)[:count].tolist())
     matrix = torch.eye(steps, dtype=torch.float64) * (steps / count)
     return _from_matrix(matrix, kept, sigmas, "subsample")
@@ -159,7 +159,7 @@ def spline_plan(sigmas: Tensor, knots: Sequence[int], outside: Outside = "consta
     check_knots(knots, steps)
     require_one_of("outside", outside, Outside)
     if outside == "linear" and len(knots) < 2:
-        raise ValueError(f"outside='linear' needs at least two knots, found {knots}")
+        raise ValueError(f"outside='linear' needs at least two knots, got {knots}")
     matrix = _matrix(sigmas)
     for step in range(steps):
         inside = knots[0] <= step <= knots[-1]

@@ -52,23 +52,21 @@ class Plan:
         if weights.ndim not in (2, 3) or weights.shape[-2] != len(knots) or weights.shape[-1] == 0:
             raise ValueError(
                 f"weights must have shape [K, T] or [B, K, T] with K = {len(knots)} knots and T >= 1, "
-                f"found {list(weights.shape)}"
+                f"got {list(weights.shape)}"
             )
         check_knots(knots, self.steps)
         if not torch.isfinite(weights).all():
             where = (~torch.isfinite(weights)).nonzero()[0].tolist()
-            raise ValueError(f"weights must be finite, found {weights[tuple(where)].item()} at {where}")
+            raise ValueError(f"weights must be finite, got {weights[tuple(where)].item()} at {where}")
         if self.knot_sigmas is not None:
             sites = self.knot_sigmas.detach().to(device="cpu", dtype=torch.float64)
             if sites.ndim not in (1, 2) or sites.shape[-1] != len(knots) or not ((sites >= 0) & (sites <= 1)).all():
-                raise ValueError(
-                    f"knot_sigmas must be [K] or [B, K] in [0, 1], K = {len(knots)}, found {sites.tolist()}"
-                )
+                raise ValueError(f"knot_sigmas must be [K] or [B, K] in [0, 1], K = {len(knots)}, got {sites.tolist()}")
             object.__setattr__(self, "knot_sigmas", sites)
         if self.sigmas is not None:
             sigmas = check_sigmas(self.sigmas)
             if sigmas.shape[-1] != self.steps:
-                raise ValueError(f"sigmas must have {self.steps} steps as the weights have, found {sigmas.shape[-1]}")
+                raise ValueError(f"sigmas must have {self.steps} steps as the weights have, got {sigmas.shape[-1]}")
             object.__setattr__(self, "sigmas", sigmas)
 
     @property
@@ -154,14 +152,14 @@ def whole_knots(knots: Sequence[int]) -> list[int]:
     try:
         return [operator.index(k) for k in knots]
     except TypeError as error:
-        raise ValueError(f"knots must be whole numbers, found {knots!r}") from error
+        raise ValueError(f"knots must be whole numbers, got {knots!r}") from error
 
 
 def check_knots(knots: Sequence[int], steps: int) -> None:
     """Raises ValueError unless ``knots`` is a non-empty increasing list within ``0 .. steps - 1``."""
     if len(knots) == 0:
-        raise ValueError("knots: at least one is needed, found none")
+        raise ValueError("knots: at least one is needed, got none")
     if min(knots) < 0 or max(knots) >= steps:
-        raise ValueError(f"knots must lie in 0..{steps - 1}, found {list(knots)}")
+        raise ValueError(f"knots must lie in 0..{steps - 1}, got {list(knots)}")
     if any(b <= a for a, b in pairwise(knots)):
-        raise ValueError(f"knots must increase strictly, found {list(knots)}")
+        raise ValueError(f"knots must increase strictly, got {list(knots)}")

@@ -63,10 +63,10 @@ class WeightedSum:
 
     def __init__(self, terms: Sequence[tuple[float, Reward]]) -> None:
         if not terms:
-            raise ValueError("terms: a weighted sum needs at least one reward, found none")
+            raise ValueError("terms: a weighted sum needs at least one reward, got none")
         for weight, reward in terms:
             if not math.isfinite(weight):
-                raise ValueError(f"the weight of {reward.name} must be finite, found {weight}")
+                raise ValueError(f"the weight of {reward.name} must be finite, got {weight}")
         self.terms = tuple(terms)
 
     @property
@@ -96,11 +96,11 @@ def check_images(images: Tensor, reward: str, channels: tuple[int, ...]) -> None
         ValueError: names the reward and the shape found.
     """
     if images.ndim != 4:
-        raise ValueError(f"images: {reward} takes [N, C, H, W], found shape {list(images.shape)}")
+        raise ValueError(f"images: {reward} takes [N, C, H, W], got shape {list(images.shape)}")
     if images.shape[1] not in channels:
         wanted = " or ".join({1: "1 channel (grey)", 3: "3 channels (RGB)"}.get(c, f"{c} channels") for c in channels)
         found = "1-channel (grey)" if images.shape[1] == 1 else f"{images.shape[1]}-channel"
-        raise ValueError(f"images: {reward} takes {wanted}, found {found} images of shape {list(images.shape)}")
+        raise ValueError(f"images: {reward} takes {wanted}, got {found} images of shape {list(images.shape)}")
 
 
 def _first(bad: Tensor) -> int:
@@ -155,25 +155,25 @@ def differentiable(
 def _checked(reward: Reward, images: Tensor, prompts: Sequence[str]) -> Tensor:
     """Rewards with a graph where autograd is on; see `score`."""
     if isinstance(prompts, str):
-        raise TypeError(f"prompts must be a sequence with one string per image, found the single string {prompts!r}")
+        raise TypeError(f"prompts must be a sequence with one string per image, got the single string {prompts!r}")
     if not images.is_floating_point():
-        raise TypeError(f"images must be floating point in [0, 1], found {images.dtype}")
+        raise TypeError(f"images must be floating point in [0, 1], got {images.dtype}")
     if images.ndim != 4 or len(images) == 0:
-        raise ValueError(f"images must be of shape [N, C, H, W] with N at least 1, found {list(images.shape)}")
+        raise ValueError(f"images must be of shape [N, C, H, W] with N at least 1, got {list(images.shape)}")
     if len(images) != len(prompts):
-        raise ValueError(f"prompts: one per image is needed, found {len(prompts)} for {len(images)} images")
+        raise ValueError(f"prompts: one per image is needed, got {len(prompts)} for {len(images)} images")
     images = images.float()
     low, high = images.detach().flatten(1).aminmax(dim=1)
     outside = ~((low >= -RANGE_TOLERANCE) & (high <= 1 + RANGE_TOLERANCE))
     if outside.any():
         i = _first(outside)
         raise ValueError(
-            f"images must be in [0, 1], found {low[i].item():g} to {high[i].item():g} in sample {i} "
+            f"images must be in [0, 1], got {low[i].item():g} to {high[i].item():g} in sample {i} "
             f"({int(outside.sum())} of {len(images)} samples concerned)"
         )
     values = _as_tensor(reward(images, prompts), reward.name, len(images))
     if values.shape != (len(images),):
-        raise ValueError(f"reward {reward.name} must return shape [{len(images)}], found {list(values.shape)}")
+        raise ValueError(f"reward {reward.name} must return shape [{len(images)}], got {list(values.shape)}")
     values = values.to(images.device, torch.float32)
     undefined = ~values.isfinite()
     if undefined.any():

@@ -133,7 +133,7 @@ class Classifier(nn.Module):
         unknown = sorted({str(p) for p in prompts} - set(self.spec.classes))
         if unknown:
             known = list(self.spec.classes)
-            raise ValueError(f"prompts: the {self.spec.dataset} classifier knows {known}, found {unknown}")
+            raise ValueError(f"prompts: the {self.spec.dataset} classifier knows {known}, got {unknown}")
         return torch.tensor([self.spec.classes.index(p) for p in prompts], dtype=torch.long, device=self.device)
 
     def log_probs(self, images: Tensor) -> Tensor:
@@ -146,7 +146,7 @@ class Classifier(nn.Module):
         size = self.spec.size
         if images.shape[2:] != (size, size):
             raise ValueError(
-                f"images: the {self.spec.dataset} classifier takes {size}x{size} pixels, found {list(images.shape)}"
+                f"images: the {self.spec.dataset} classifier takes {size}x{size} pixels, got {list(images.shape)}"
             )
         if self.device != images.device:
             self.to(images.device)
@@ -190,7 +190,7 @@ def read_as_prompted(images: Tensor, prompts: Sequence[str], dataset: str) -> fl
             log-probabilities that are not finite (an arg-max would read NaN as a class).
     """
     if len(images) == 0:
-        raise ValueError("images: at least one is needed, found none")
+        raise ValueError("images: at least one is needed, got none")
     classifier = _shipped(dataset, str(images.device))
     log_probs = classifier.log_probs(images)
     undefined = ~log_probs.isfinite().all(1)
@@ -203,7 +203,7 @@ def read_as_prompted(images: Tensor, prompts: Sequence[str], dataset: str) -> fl
 def _targets(classifier: Classifier, images: Tensor, prompts: Sequence[str]) -> Tensor:
     """Class ids ``[N, 1]`` on the images' device."""
     if len(images) != len(prompts):
-        raise ValueError(f"prompts: one per image is needed, found {len(prompts)} for {len(images)} images")
+        raise ValueError(f"prompts: one per image is needed, got {len(prompts)} for {len(images)} images")
     return classifier.class_ids(prompts).to(images.device).unsqueeze(1)
 
 
@@ -230,7 +230,7 @@ def load_classifier(dataset: str, device: torch.device | str = "cpu", *, path: P
         tensors = {key: file.get_tensor(key).float() for key in file.keys()}  # noqa: SIM118 (not a dict)
     if stored != _spec_json(spec):
         raise ValueError(
-            f"{path} holds another classifier than {dataset} has now (found {stored}); "
+            f"{path} holds another classifier than {dataset} has now (its settings: {stored}); "
             f"rebuild it with: python -m jagg_core rewards train {dataset}"
         )
     classifier = Classifier(spec)
@@ -250,7 +250,7 @@ def classifier_spec(dataset: str) -> ClassifierSpec:
         ValueError: there is none; names those that exist.
     """
     if dataset not in CLASSIFIERS:
-        raise ValueError(f"dataset must be one of {sorted(CLASSIFIERS)}, found {dataset!r}")
+        raise ValueError(f"dataset must be one of {sorted(CLASSIFIERS)}, got {dataset!r}")
     return CLASSIFIERS[dataset]
 
 

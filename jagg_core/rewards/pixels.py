@@ -50,7 +50,7 @@ class Sharpness:
         """
         check_images(images, self.name, channels=(1, 3))
         if min(images.shape[2:]) < 3:
-            raise ValueError(f"images: sharpness takes sides of 3 pixels or more, found {list(images.shape)}")
+            raise ValueError(f"images: sharpness takes sides of 3 pixels or more, got {list(images.shape)}")
         channels = images.float().unbind(1)
         if len(channels) == 3:
             red, green, blue = channels

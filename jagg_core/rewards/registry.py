@@ -102,7 +102,7 @@ def load_reward(
     if dataset is None:
         for _, term, _ in terms:
             if term in _REWARDS and _REWARDS[term].needs_dataset:
-                raise ValueError(f"reward {term} needs dataset='digits' or dataset='photos', found None")
+                raise ValueError(f"reward {term} needs dataset='digits' or dataset='photos', got None")
     loaded = [(weight, _load_one(term, dataset, device, settings)) for weight, term, settings in terms]
     if len(loaded) == 1 and loaded[0][0] == 1:
         return loaded[0][1]
@@ -182,7 +182,7 @@ def _split_options(options: Sequence[str]) -> dict[str, list[str]]:
         key, equals, value = text.partition("=")
         reward, _, option = key.rpartition(".")
         if not (reward and option and equals):
-            raise ValueError(f"reward options are written reward.option=value, found {text!r}")
+            raise ValueError(f"reward options are written reward.option=value, got {text!r}")
         given.setdefault(reward, []).append(f"{option}={value}")
     return given
 
@@ -225,5 +225,5 @@ def _load_one(name: str, dataset: str | None, device: torch.device | str, settin
         return _REWARDS[name].make(dataset, device, settings)
     found = import_object(name, "reward", _allowed())
     if isinstance(found, type) or not callable(found):
-        raise ValueError(f"reward {name!r} must be a function or an object that is a Reward, found {found!r}")
+        raise ValueError(f"reward {name!r} must be a function or an object that is a Reward, got {found!r}")
     return found if isinstance(found, Reward) else FunctionReward(found, name)

@@ -254,7 +254,7 @@ def test_nothing_is_silently_missing(run: Run) -> None:
     told = {
         "group/lost": ("missing", "group-lost.json is not in the folder"),
         "memory/cut": ("damaged", "memory-cut.json: not JSON, perhaps truncated"),
-        "memory/other": ("damaged", "memory-other.json: a record of kind 'memory' is needed, found 'collectives'"),
+        "memory/other": ("damaged", "memory-other.json: a record of kind 'memory' is needed, got 'collectives'"),
         "collectives/hollow": (
             "damaged",
             "of kind 'collectives' lacks what it should hold: KeyError('units')",

@@ -586,7 +586,7 @@ def test_a_bad_setting_names_itself(name: str, value: Any) -> None:
     found = list(value) if isinstance(value, tuple) else value
     with pytest.raises(ValueError, match=rf"^{name} must ") as caught:
         Calibrate(**{name: value})
-    assert "found" in str(caught.value)
+    assert "got" in str(caught.value)
     assert (
         str(found) in str(caught.value) or str(max(value)) in str(caught.value) or str(min(value)) in str(caught.value)
     )
@@ -597,10 +597,10 @@ def test_a_bad_setting_names_itself(name: str, value: Any) -> None:
     ("arguments", "message"),
     [
         (["--backbone", "photo-flux"], "did you mean 'photos-flux'"),
-        (["--signal-batches", "2"], "signal_batches must be at least 3, found 2"),
-        (["--quick", "--max-signal-loss", "5"], "max_signal_loss must be between 0 and 1, found 5.0"),
-        (["--windows", "30"], "windows must lie between 2 and 20, found 30"),
-        (["--signal-passes"], "signal_passes must be at least 1, one of them needed, found []"),
+        (["--signal-batches", "2"], "signal_batches must be at least 3, got 2"),
+        (["--quick", "--max-signal-loss", "5"], "max_signal_loss must be between 0 and 1, got 5.0"),
+        (["--windows", "30"], "windows must lie between 2 and 20, got 30"),
+        (["--signal-passes"], "signal_passes must be at least 1, one of them needed, got []"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
@@ -621,8 +621,8 @@ def test_the_command_line_says_which_setting(
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"signal_prompts": 6}, "prompts must be at most 5 for stub, found 6"),
-        ({"recipe": Recipe(steps=7, prompts=6)}, "prompts must be at most 5 for stub, found 6"),
+        ({"signal_prompts": 6}, "prompts must be at most 5 for stub, got 6"),
+        ({"recipe": Recipe(steps=7, prompts=6)}, "prompts must be at most 5 for stub, got 6"),
         ({"reward": "inkk"}, "unknown reward 'inkk', nearest is 'ink'"),
     ],
     ids=str,
@@ -644,7 +644,7 @@ def test_default_windows_are_those_that_fit(steps: int, expected: tuple[int, ...
     assert Calibrate(recipe=recipe).windows == expected
     # those that were asked for must fit
     if steps < 21:
-        with pytest.raises(ValueError, match=f"windows must lie between 2 and {steps - 1}, found 20"):
+        with pytest.raises(ValueError, match=f"windows must lie between 2 and {steps - 1}, got 20"):
             Calibrate(windows=(4, 20) if steps > 4 else (20,), recipe=recipe)
 
 

@@ -155,7 +155,7 @@ def test_refused_where_it_does_not_belong(path: Path) -> None:
 
 
 def test_unknown_passes_family_and_files(path: Path, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"passes must be one of \[2, 4\], found 3"):
+    with pytest.raises(ValueError, match=r"passes must be one of \[2, 4\], got 3"):
         Plan.from_calibration(path, passes=3)
     with pytest.raises(ValueError, match="family must be one of"):
         Plan.from_calibration(path, passes=4, family="exact")

@@ -36,15 +36,15 @@ JAGG, EXACT = "eta=0.7/jagg-w4-f0.6", "eta=0.7/signal/per prompt/exact"
 
 CASES: list[tuple[str, Damage, str]] = [
     (STUDY, lambda d: d["settings"].pop("windows"), "settings lacks the field 'windows'; it has 'backbone'"),
-    (STUDY, lambda d: d["settings"].update(etas=0.7), "settings.etas must be a list of numbers, found 0.7"),
-    (STUDY, lambda d: d.update(settings=[1]), "settings must be an object, found [1]"),
-    (STUDY, lambda d: d.update(schedule="dance"), "schedule must be a list of numbers, found 'dance'"),
+    (STUDY, lambda d: d["settings"].update(etas=0.7), "settings.etas must be a list of numbers, got 0.7"),
+    (STUDY, lambda d: d.update(settings=[1]), "settings must be an object, got [1]"),
+    (STUDY, lambda d: d.update(schedule="dance"), "schedule must be a list of numbers, got 'dance'"),
     (STUDY, lambda d: d.update(cells=[3]), "not a record of schema 1"),
     (STUDY, lambda d: cell(d, JAGG)["settings"].pop("label"), "cell 'eta=0.7/jagg-w4-f0.6', settings lacks the field"),
     (
         STUDY,
         lambda d: cell(d, JAGG)["settings"].update(passes="14"),
-        "settings.passes must be an integer or a list of them, found '14'",
+        "settings.passes must be an integer or a list of them, got '14'",
     ),
     (STUDY, lambda d: cell(d, JAGG)["samples"].pop("cosine"), "samples lacks the field 'cosine'"),
     (
@@ -87,9 +87,7 @@ def test_a_damaged_record_of_times_is_named(tmp_path: Path) -> None:
     times = json.loads((REFERENCE / STUDY / "speed-photos-flux.json").read_text())
     times["settings"]["window"] = "five"
     (tmp_path / "speed-photos-flux.json").write_text(json.dumps(times))
-    with pytest.raises(
-        RecordError, match=r"speed-photos-flux\.json: settings\.window must be an integer, found 'five'"
-    ):
+    with pytest.raises(RecordError, match=r"speed-photos-flux\.json: settings\.window must be an integer, got 'five'"):
         write_report(tmp_path)
 
 
@@ -117,5 +115,5 @@ def test_passes_are_those_of_a_plan_or_of_all_plans_of_a_benchmark(tmp_path: Pat
         Record("bench", [], "b", {}, {}, cells=[Cell("update/b", settings={"passes": passes})]).write(path)
         assert read_record(path).cells[0].settings["passes"] == passes
     Record("bench", [], "b", {}, {}, cells=[Cell("update/b", settings={"passes": [8, "5"]})]).write(path)
-    with pytest.raises(RecordError, match="passes must be an integer or a list of them, found"):
+    with pytest.raises(RecordError, match="passes must be an integer or a list of them, got"):
         read_record(path)

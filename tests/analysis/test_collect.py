@@ -165,11 +165,11 @@ def test_plans_for_other_steps_or_samples_are_refused(field: MlpField, trajector
     other = exact_plan(dance_schedule(10)[:-2])
     per_sample = Plan(tuple(range(10)), torch.eye(10).expand(4, -1, -1), name="own")
     for plan, shape in ((other, r"\[9, 9\]"), (per_sample, r"\[4, 10, 10\]")):
-        message = rf"plan '{plan.name}' must have weights \[K, 10\], found {shape}"
+        message = rf"plan '{plan.name}' must have weights \[K, 10\], got {shape}"
         with pytest.raises(ValueError, match=message):
             table.vector(plan)
     for plan, found in (
-        (other, r"\[K, 10\], found \[9, 9\]"),
+        (other, r"\[K, 10\], got \[9, 9\]"),
         (replace(per_sample, weights=per_sample.weights[:3]), "4 samples"),
     ):
         with pytest.raises(ValueError, match=found):

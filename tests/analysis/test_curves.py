@@ -293,8 +293,8 @@ def test_without_exact_there_is_nothing_to_compare_with(tmp_path: Path) -> None:
     [
         ({"arms": ("paper-0.6",)}, "arms must have 'exact'"),
         ({"arms": ("exact", "causal-5")}, "arms must be one of"),
-        ({"longer": 0.5}, "longer must be at least 1, found 0.5"),
-        ({"updates": 0}, "updates must be at least 1, found 0"),
+        ({"longer": 0.5}, "longer must be at least 1, got 0.5"),
+        ({"updates": 0}, "updates must be at least 1, got 0"),
         ({"eta": 0.0}, "eta of DanceSDE must be positive"),
         ({"centring": "none"}, "centring must be one of"),
     ],

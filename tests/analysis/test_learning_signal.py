@@ -54,10 +54,10 @@ def cosine(a: np.ndarray, b: np.ndarray) -> float:
 @pytest.mark.parametrize(
     ("table", "message"),
     [
-        (np.ones((3, 4)), r"must be a square table, found shape \(3, 4\)"),
-        (np.ones(3), r"must be a square table, found shape \(3,\)"),
-        (np.ones((2, 2)), "needs at least 3 batches, found 2"),
-        (np.array([[1, 2, np.nan], [2, 1, np.inf], [1, 1, 1]]), "must be finite, found 2 entries that are not"),
+        (np.ones((3, 4)), r"must be a square table, got shape \(3, 4\)"),
+        (np.ones(3), r"must be a square table, got shape \(3,\)"),
+        (np.ones((2, 2)), "needs at least 3 batches, got 2"),
+        (np.array([[1, 2, np.nan], [2, 1, np.inf], [1, 1, 1]]), "must be finite, got 2 entries that are not"),
     ],
 )
 def test_tables_are_validated(name: str, table: np.ndarray, message: str) -> None:
@@ -69,7 +69,7 @@ def test_tables_are_validated(name: str, table: np.ndarray, message: str) -> Non
 def test_what_must_be_symmetric(name: str) -> None:
     table = np.eye(3)
     table[0, 1] = 0.25
-    with pytest.raises(ValueError, match=f"{name} must be symmetric, found entries that differ by 0.25"):
+    with pytest.raises(ValueError, match=f"{name} must be symmetric, got entries that differ by 0.25"):
         Products(**({key: np.eye(3) for key in ("exact", "cross", "own")} | {name: table}))
     assert Products(np.eye(3), table, np.eye(3)).n == 3
 
@@ -79,12 +79,12 @@ def test_what_must_be_symmetric(name: str) -> None:
 )
 def test_tables_must_fit(exact: tuple[int, int], cross: tuple[int, int], own: tuple[int, int]) -> None:
     found = re.escape(f"{exact}, {cross}, {own}")
-    with pytest.raises(ValueError, match=rf"\[n, n\], \[m, n\] and \[m, m\] with m <= n, found {found}"):
+    with pytest.raises(ValueError, match=rf"\[n, n\], \[m, n\] and \[m, m\] with m <= n, got {found}"):
         Products(np.eye(*exact), np.ones(cross), np.eye(*own))
 
 
 def test_cross_must_be_finite() -> None:
-    with pytest.raises(ValueError, match="cross must be finite, found 1 entries that are not"):
+    with pytest.raises(ValueError, match="cross must be finite, got 1 entries that are not"):
         Products(np.eye(3), np.diag([1.0, np.nan, 1.0]), np.eye(3))
 
 
@@ -269,10 +269,10 @@ def test_weights_of_one_are_none() -> None:
 @pytest.mark.parametrize(
     ("weights", "message"),
     [
-        (np.ones(4), r"shape \(5,\) or \(draws, 5\), found \(4,\)"),
-        (np.ones((1, 2, 5)), r"found \(1, 2, 5\)"),
-        (np.array([1, 1, 1, 1, -1]), "not be negative, found -1"),
-        (np.array([[1, 1, 1, 1, 1], [5, 0, 0, 0, 0]]), "needs at least 2 batches, found 1"),
+        (np.ones(4), r"shape \(5,\) or \(draws, 5\), got \(4,\)"),
+        (np.ones((1, 2, 5)), r"got \(1, 2, 5\)"),
+        (np.array([1, 1, 1, 1, -1]), "not be negative, got -1"),
+        (np.array([[1, 1, 1, 1, 1], [5, 0, 0, 0, 0]]), "needs at least 2 batches, got 1"),
     ],
 )
 def test_weights_are_validated(weights: np.ndarray, message: str) -> None:
@@ -307,7 +307,7 @@ def test_what_is_not_positive_is_nan() -> None:
 
 @pytest.mark.parametrize("scale", [0, -1, float("nan")])
 def test_scale_must_be_positive(scale: float) -> None:
-    with pytest.raises(ValueError, match=f"scale must be positive, found {scale}"):
+    with pytest.raises(ValueError, match=f"scale must be positive, got {scale}"):
         signal_loss(products_of(*gradients(5, 10)), scale)
 
 
@@ -450,7 +450,7 @@ def test_effective_dimension_is_the_mean_over_distinct_batches() -> None:
 def test_effective_dimension_that_is_undefined() -> None:
     assert effective_dimension(np.eye(3)) is None
     assert effective_dimension(np.full((5, 5), 4.0)) is None
-    with pytest.raises(ValueError, match="exact needs at least 3 batches, found 2"):
+    with pytest.raises(ValueError, match="exact needs at least 3 batches, got 2"):
         effective_dimension(np.eye(2))
 
 
@@ -493,5 +493,5 @@ def test_plans_are_compared_on_the_batches_that_both_have() -> None:
 
 
 def test_plans_of_different_batches_are_not_compared() -> None:
-    with pytest.raises(ValueError, match="must have the same exact gradients, found 24 and 24 batches"):
+    with pytest.raises(ValueError, match="must have the same exact gradients, got 24 and 24 batches"):
         kept_difference(three(3)[0], three(4)[1], 4)

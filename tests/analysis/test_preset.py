@@ -133,8 +133,8 @@ def test_flags_come_before_a_preset_and_a_preset_before_quick() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"timestep_mode": "truncated"}, "timestep_mode must be one of .*found 'truncated'"),
-        ({"transition": "ode"}, "transition must be one of .*found 'ode'"),
+        ({"timestep_mode": "truncated"}, "timestep_mode must be one of .*got 'truncated'"),
+        ({"transition": "ode"}, "transition must be one of .*got 'ode'"),
     ],
 )
 def test_unknown_names_are_refused(changes: dict[str, Any], message: str) -> None:
@@ -143,5 +143,5 @@ def test_unknown_names_are_refused(changes: dict[str, Any], message: str) -> Non
 
 
 def test_an_eta_that_the_kernel_does_not_know_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"eta of CPS must be positive and at most 1, found 1\.2"):
+    with pytest.raises(ValueError, match=r"eta of CPS must be positive and at most 1, got 1\.2"):
         Calibrate(etas=(0.7, 1.2), recipe=Recipe(transition="cps"))

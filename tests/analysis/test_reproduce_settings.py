@@ -69,20 +69,20 @@ def test_a_bad_setting_names_itself(name: str, value: Any) -> None:
     found = list(value) if isinstance(value, tuple) else value
     with pytest.raises(ValueError, match=rf"^{name} must ") as caught:
         Reproduce(**{name: value})
-    assert "found" in str(caught.value)
+    assert "got" in str(caught.value)
     assert str(found) in str(caught.value) or str(max(value)) in str(caught.value)
 
 
 def test_every_timed_backbone_must_be_known() -> None:
-    with pytest.raises(ValueError, match=r"backbone must be one of .*found 'nothing'"):
+    with pytest.raises(ValueError, match=r"backbone must be one of .*got 'nothing'"):
         Reproduce(speed_backbones=("digits-flux", "nothing"))
 
 
 def test_windows_must_fit_the_schedule() -> None:
     recipe = Recipe(steps=4)
-    with pytest.raises(ValueError, match="speed_window must be at most the 3 trained steps, found 5"):
+    with pytest.raises(ValueError, match="speed_window must be at most the 3 trained steps, got 5"):
         Reproduce(windows=(3,), recipe=recipe)
-    with pytest.raises(ValueError, match="windows must lie between 2 and 3, found 4"):
+    with pytest.raises(ValueError, match="windows must lie between 2 and 3, got 4"):
         Reproduce(windows=(4,), speed_window=3, recipe=recipe)
     assert Reproduce(windows=(3,), speed_window=3, recipe=recipe).recipe is recipe
 
@@ -101,14 +101,14 @@ def test_numbers_of_batches_go_eta_by_eta() -> None:
     ("arguments", "message"),
     [
         (["--backbone", "photo-flux"], "did you mean 'photos-flux'"),
-        (["--windows", "21"], "windows must lie between 2 and 20, found 21"),
-        (["--windows"], "windows must be different, at least one, found []"),
-        (["--etas"], "etas must be positive and different, at least one, found []"),
-        (["--evaluation-batches", "1"], "evaluation_batches must be numbers of at least 2, found [1]"),
-        (["--quick", "--speed-rounds", "1"], "speed_rounds must be at least 2, found 1"),
-        (["--steps", "2"], "steps must be at least 3, found 2"),
-        (["--shift", "0"], "shift must be positive, found 0.0"),
-        (["--samples", "1"], "samples must be at least 2, found 1"),
+        (["--windows", "21"], "windows must lie between 2 and 20, got 21"),
+        (["--windows"], "windows must be different, at least one, got []"),
+        (["--etas"], "etas must be positive and different, at least one, got []"),
+        (["--evaluation-batches", "1"], "evaluation_batches must be numbers of at least 2, got [1]"),
+        (["--quick", "--speed-rounds", "1"], "speed_rounds must be at least 2, got 1"),
+        (["--steps", "2"], "steps must be at least 3, got 2"),
+        (["--shift", "0"], "shift must be positive, got 0.0"),
+        (["--samples", "1"], "samples must be at least 2, got 1"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
@@ -127,7 +127,7 @@ def test_the_command_line_says_which_setting(
     [
         ({"reward": "inkk"}, "unknown reward 'inkk', nearest is 'ink'"),
         ({"reward": "classifier"}, "reward classifier needs dataset"),
-        ({"recipe": Recipe(steps=6, prompts=6)}, "prompts must be at most 5 for stub, found 6"),
+        ({"recipe": Recipe(steps=6, prompts=6)}, "prompts must be at most 5 for stub, got 6"),
         ({"device": "nonsense"}, "device 'nonsense' cannot be used here"),
     ],
     ids=["reward", "reward without classes", "prompts", "device"],

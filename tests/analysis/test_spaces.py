@@ -287,7 +287,7 @@ def test_a_projection_is_its_seed() -> None:
 
 @pytest.mark.parametrize("dimension", [0, -1])
 def test_a_dimension_below_one_is_refused(dimension: int) -> None:
-    with pytest.raises(ValueError, match=f"dimension must be at least 1, found {dimension}"):
+    with pytest.raises(ValueError, match=f"dimension must be at least 1, got {dimension}"):
         ProjectedSpace(layout(), ONE, dimension)
 
 

@@ -149,7 +149,7 @@ def test_a_seed_is_a_leak() -> None:
 
 @pytest.mark.parametrize("batches", [0, 1, 2])
 def test_few_batches_are_refused(batches: int) -> None:
-    with pytest.raises(ValueError, match=f"needs at least 3 batches, found {batches}"):
+    with pytest.raises(ValueError, match=f"needs at least 3 batches, got {batches}"):
         leak_test(gram_of(batches, 0.0, 0))
 
 

@@ -146,7 +146,7 @@ def test_prompts_vary_from_batch_to_batch() -> None:
 
 def test_more_prompts_than_there_are() -> None:
     backbone = StubBackbone()
-    with pytest.raises(ValueError, match="prompts must be at most 5 for stub, found 6"):
+    with pytest.raises(ValueError, match="prompts must be at most 5 for stub, got 6"):
         make_batch(backbone, INK, replace(RECIPE, prompts=6), 0.7, "leak", 0)
     assert backbone.asked == []
     assert len(set(draw(prompts=5, samples=2).prompts)) == 5
@@ -154,5 +154,5 @@ def test_more_prompts_than_there_are() -> None:
 
 @pytest.mark.parametrize(("name", "value"), [("steps", 2), ("prompts", 0), ("samples", 1), ("shift", 0.0)])
 def test_settings_out_of_range_are_refused(name: str, value: float) -> None:
-    with pytest.raises(ValueError, match=rf"^{name} must be .*, found {value}$"):
+    with pytest.raises(ValueError, match=rf"^{name} must be .*, got {value}$"):
         Recipe(**{name: value})  # type: ignore[arg-type]

@@ -61,18 +61,18 @@ def test_an_unknown_name_gets_the_nearest(name: str, hint: str) -> None:
     for look_up in (check_backbone_name, load_backbone):
         with pytest.raises(ValueError, match=r"backbone must be one of \['digits-flux', 'flux-dev'") as caught:
             look_up(name)
-        assert str(caught.value).endswith(f"found {name!r}{hint}")
+        assert str(caught.value).endswith(f"got {name!r}{hint}")
 
 
 def test_a_far_name_gets_no_hint() -> None:
-    with pytest.raises(ValueError, match=r"found 'xyz'$"):
+    with pytest.raises(ValueError, match=r"got 'xyz'$"):
         load_backbone("xyz")
 
 
 @pytest.mark.usefixtures("nothing_loads")
 @pytest.mark.parametrize("dtype", [torch.int64, torch.uint8, torch.bool])
 def test_integer_dtypes_are_refused(dtype: torch.dtype) -> None:
-    with pytest.raises(ValueError, match=f"dtype must be floating point, found {dtype}"):
+    with pytest.raises(ValueError, match=f"dtype must be floating point, got {dtype}"):
         load_backbone("digits-flux", dtype=dtype)
 
 
@@ -109,18 +109,18 @@ def test_options_are_read_by_their_types(optional: str) -> None:
     assert read_options(optional, []) == {}
     found = read_options("flux-dev", ["height=64", "path=3", "calls=separate", "random_weights=true"])
     assert found == {"height": 64, "path": "3", "calls": "separate", "random_weights": True}
-    with pytest.raises(ValueError, match="random_weights must be true or false, found 'yes'"):
+    with pytest.raises(ValueError, match="random_weights must be true or false, got 'yes'"):
         read_options("flux-dev", ["random_weights=yes"])
 
 
 @pytest.mark.parametrize(
     ("text", "match"),
     [
-        ("height", "backbone options are written option=value, found 'height'"),
-        ("height=big", "height must be of type int, found 'big'"),
-        ("height=1.5", "height must be of type int, found '1.5'"),
-        ("hight=8", r"'optional' has the options \['height', 'path', 'rate'\], found 'hight'; did you mean 'height'\?"),
-        ("device=cuda", r"has the options \['height', 'path', 'rate'\], found 'device'$"),
+        ("height", "backbone options are written option=value, got 'height'"),
+        ("height=big", "height must be of type int, got 'big'"),
+        ("height=1.5", "height must be of type int, got '1.5'"),
+        ("hight=8", r"'optional' has the options \['height', 'path', 'rate'\], got 'hight'; did you mean 'height'\?"),
+        ("device=cuda", r"has the options \['height', 'path', 'rate'\], got 'device'$"),
     ],
 )
 def test_options_that_cannot_be_read(optional: str, text: str, match: str) -> None:
@@ -129,16 +129,14 @@ def test_options_that_cannot_be_read(optional: str, text: str, match: str) -> No
 
 
 def test_an_option_is_given_once(optional: str) -> None:
-    with pytest.raises(ValueError, match=r"backbone options must be different, found \['height=8', 'height=9'\]"):
+    with pytest.raises(ValueError, match=r"backbone options must be different, got \['height=8', 'height=9'\]"):
         read_options(optional, ["height=8", "height=9"])
 
 
 def test_unknown_options_are_refused_before_loading(optional: str) -> None:
-    with pytest.raises(ValueError, match=r"has the options .* found 'hight'"):
+    with pytest.raises(ValueError, match=r"has the options .* got 'hight'"):
         load_backbone(optional, hight=8)
-    with pytest.raises(
-        ValueError, match=r"'digits-flux' has the options \['lora_rank', 'lora_alpha'\], found 'height'"
-    ):
+    with pytest.raises(ValueError, match=r"'digits-flux' has the options \['lora_rank', 'lora_alpha'\], got 'height'"):
         load_backbone("digits-flux", height=8)
 
 
@@ -169,11 +167,11 @@ def test_schedules_by_name() -> None:
 
     assert torch.equal(schedule_of(Sampler(), "dance", 4, 3.0), dance_schedule(4, 3.0))  # type: ignore[arg-type]
     assert schedule_of(Sampler(), "own", 4, 3.0).tolist() == [1, 0.75, 0.5, 0.25, 0]  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"without has no method schedule\(steps\); allowed: dance, found 'own'"):
+    with pytest.raises(ValueError, match=r"without has no method schedule\(steps\); allowed: dance, got 'own'"):
         schedule_of(Without(), "own", 4, 3.0)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"schedule must be one of \['dance', 'own'\], found 'flux'"):
+    with pytest.raises(ValueError, match=r"schedule must be one of \['dance', 'own'\], got 'flux'"):
         check_schedule("flux", 4, 3.0)
-    with pytest.raises(ValueError, match="steps must be at least 1, found 0"):
+    with pytest.raises(ValueError, match="steps must be at least 1, got 0"):
         check_schedule("own", 0, 3.0)
 
 

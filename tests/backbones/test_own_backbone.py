@@ -101,9 +101,9 @@ def test_functions_classes_and_attributes_load(name: str) -> None:
         ("my_module.deeper:load", "there is no module 'my_module.deeper'; allowed: one of"),
         ("my_module:lode", "my_module has no 'lode'; allowed: one of"),
         ("my_module:load.more", "my_module has no 'load.more'; allowed: one of"),
-        ("my_broken:number", r"must be a function of \(device, dtype\), found 3"),
-        ("my_broken:one", r"must be a function of \(device, dtype\), found <function one"),
-        ("my_broken:three", r"must be a function of \(device, dtype\), found <function three"),
+        ("my_broken:number", r"must be a function of \(device, dtype\), got 3"),
+        ("my_broken:one", r"must be a function of \(device, dtype\), got <function one"),
+        ("my_broken:three", r"must be a function of \(device, dtype\), got <function three"),
         *((name, r"cannot be read; allowed: one of \['digits-flux'") for name in (":", ":load", "my_module:", "a:b:c")),
         *((name, "cannot be read; allowed: .* or module:function") for name in (".my_module:load", "my module:load")),
     ],
@@ -115,7 +115,7 @@ def test_a_name_that_cannot_work_is_refused_before_loading(name: str, message: s
 
 
 def test_device_and_dtype_are_refused_before_loading() -> None:
-    with pytest.raises(ValueError, match=r"dtype must be floating point, found torch\.int64"):
+    with pytest.raises(ValueError, match=r"dtype must be floating point, got torch\.int64"):
         load_backbone("my_broken:never", dtype=torch.int64)
     with pytest.raises(ValueError, match="device 'nonsense' cannot be used here"):
         load_backbone("my_broken:never", "nonsense")

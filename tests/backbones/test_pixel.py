@@ -322,18 +322,18 @@ def test_bf16_is_close_to_fp32(digits: PixelBackbone) -> None:
 
 
 def test_unknown_prompts_are_refused(make_tiny: MakeTiny) -> None:
-    with pytest.raises(ValueError, match=r"prompts: tiny-flux knows \['a', 'b', 'c'\], found \['cat', 'z'\]"):
+    with pytest.raises(ValueError, match=r"prompts: tiny-flux knows \['a', 'b', 'c'\], got \['cat', 'z'\]"):
         make_tiny().policy(["a", "z", "cat", "b"])
 
 
 def test_no_prompts_are_refused(make_tiny: MakeTiny) -> None:
-    with pytest.raises(ValueError, match="prompts: at least one is needed, found none"):
+    with pytest.raises(ValueError, match="prompts: at least one is needed, got none"):
         make_tiny().policy([])
 
 
 @pytest.mark.parametrize("guidance", [float("nan"), float("inf")])
 def test_a_guidance_that_is_not_finite_is_refused(guidance: float, make_tiny: MakeTiny) -> None:
-    with pytest.raises(ValueError, match=f"guidance must be finite, found {guidance}"):
+    with pytest.raises(ValueError, match=f"guidance must be finite, got {guidance}"):
         make_tiny().policy(["a"], guidance)
 
 
@@ -359,5 +359,5 @@ def test_a_lora_alone_is_trained_and_changes_nothing_at_first(name: str) -> None
     trained = [name for name, p in adapted.transformer.named_parameters() if p.requires_grad]
     assert trained
     assert all("lora_" in name for name in trained)
-    with pytest.raises(ValueError, match="lora_alpha must be positive, beside a lora_rank, found 4 at rank 0"):
+    with pytest.raises(ValueError, match="lora_alpha must be positive, beside a lora_rank, got 4 at rank 0"):
         load_backbone(name, lora_alpha=4)

@@ -108,7 +108,7 @@ def test_training_learns(spec: PixelSpec, tmp_path: Path) -> None:
 def test_settings_out_of_range_are_refused(change: dict[str, int], spec: PixelSpec, tmp_path: Path) -> None:
     [(name, value)] = change.items()
     never = built_by(spec, lambda _: pytest.fail("built"))
-    with pytest.raises(ValueError, match=f"{name} must be at least 1, found {value}"):
+    with pytest.raises(ValueError, match=f"{name} must be at least 1, got {value}"):
         train_pixel_backbone(never, replace(SETTINGS, **change), tmp_path / "w")
     assert list(tmp_path.iterdir()) == []
 

@@ -131,13 +131,13 @@ def test_values_are_separated_by_commas() -> None:
 @pytest.mark.parametrize(
     ("given", "match"),
     [
-        ({"window": "five"}, "window must be of type int, found 'five'"),
-        ({"window": "1"}, "window must be at least 2, found 1"),
-        ({"rounds": "5,6"}, "rounds takes one value, found '5,6'"),
-        ({"phase": "total,sideways"}, r"phase must be of \['total', 'forward', .*found 'sideways'"),
-        ({"arm": "papr-joint"}, "arm must be of .*found 'papr-joint'"),
-        ({"checkpointing": "maybe"}, r"checkpointing must be of \['off', 'on'\], found 'maybe'"),
-        ({"compile": "gcc"}, r"compile must be of \['off', 'inductor', .*found 'gcc'"),
+        ({"window": "five"}, "window must be of type int, got 'five'"),
+        ({"window": "1"}, "window must be at least 2, got 1"),
+        ({"rounds": "5,6"}, "rounds takes one value, got '5,6'"),
+        ({"phase": "total,sideways"}, r"phase must be of \['total', 'forward', .*got 'sideways'"),
+        ({"arm": "papr-joint"}, "arm must be of .*got 'papr-joint'"),
+        ({"checkpointing": "maybe"}, r"checkpointing must be of \['off', 'on'\], got 'maybe'"),
+        ({"compile": "gcc"}, r"compile must be of \['off', 'inductor', .*got 'gcc'"),
         ({"backbone": "digit-flux"}, "did you mean 'digits-flux'"),
     ],
 )

@@ -363,7 +363,7 @@ def test_ranks_come_from_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "4"}.items():
         monkeypatch.setenv(name, value)
     assert settings_of({}).ranks == settings_of({"ranks": 4}).ranks == 4
-    with pytest.raises(ValueError, match="ranks must be the 4 that torchrun started or be left out, found 2"):
+    with pytest.raises(ValueError, match="ranks must be the 4 that torchrun started or be left out, got 2"):
         settings_of({"ranks": 2})
     with pytest.raises(ValueError, match="pretend is for one process: run it without torchrun"):
         settings_of({"pretend": True})
@@ -378,15 +378,15 @@ def test_ranks_that_share_a_copy() -> None:
 @pytest.mark.parametrize(
     ("flags", "match"),
     [
-        (["--ranks", "0"], "ranks must be at least 1, found 0"),
-        (["--window", "1"], "window must be at least 2, found 1"),
-        (["--rounds", "0"], "rounds must be at least 1, found 0"),
+        (["--ranks", "0"], "ranks must be at least 1, got 0"),
+        (["--window", "1"], "window must be at least 2, got 1"),
+        (["--rounds", "0"], "rounds must be at least 1, got 0"),
         (["--dtype", "int8"], "dtype must be one of"),
         (["--backbone", "digit-flux"], "did you mean 'digits-flux'"),
         (["--layout", "zero"], "invalid choice: 'zero'"),
-        (["--shards", "2"], "shards go with the layout hsdp alone, found layout 'fsdp'"),
-        (["--layout", "hsdp", "--ranks", "3"], "ranks must be even under hsdp unless shards are given, found 3"),
-        (["--layout", "hsdp", "--ranks", "4", "--shards", "3"], "shards must be a divisor of the 4 ranks, found 3"),
+        (["--shards", "2"], "shards go with the layout hsdp alone, got layout 'fsdp'"),
+        (["--layout", "hsdp", "--ranks", "3"], "ranks must be even under hsdp unless shards are given, got 3"),
+        (["--layout", "hsdp", "--ranks", "4", "--shards", "3"], "shards must be a divisor of the 4 ranks, got 3"),
     ],
 )
 def test_what_is_refused(flags: list[str], match: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -82,8 +82,8 @@ def test_cells_that_are_missing_or_failed_are_told_apart() -> None:
 @pytest.mark.parametrize(
     ("change", "match"),
     [
-        (lambda r: setattr(r, "kind", "cost"), "records of python -m bench group are compared, found kind 'cost'"),
-        (lambda r: r.settings.update(batch=4), "batch must be the same in both runs, found 16 and 4"),
+        (lambda r: setattr(r, "kind", "cost"), "records of python -m bench group are compared, got kind 'cost'"),
+        (lambda r: r.settings.update(batch=4), "batch must be the same in both runs, got 16 and 4"),
         (lambda r: r.environment.update(processor="two"), r"different machines \(processor: 'one' and 'two'\)"),
         (lambda r: r.environment.update(threads=4), r"different machines \(threads: 2 and 4\)"),
         (lambda r: r.cells.pop(1), "needs the arms exact and exact-again"),

@@ -70,7 +70,7 @@ def test_a_plan_without_groups_costs_its_passes() -> None:
 
 def test_no_plan_has_more_passes_than_steps() -> None:
     assert list(schemes(Update(steps=6, passes=(8, 5)))) == [*SCHEMES, "causal-5-sequential", "causal-5-batched"]
-    with pytest.raises(ValueError, match=r"passes must be at least 1, found \[8, 0\]"):
+    with pytest.raises(ValueError, match=r"passes must be at least 1, got \[8, 0\]"):
         Update(passes=(8, 0))
 
 
@@ -138,16 +138,16 @@ def test_the_published_update_stage_is_that_without_inner_forwards() -> None:
 @pytest.mark.parametrize(
     ("build", "match"),
     [
-        (lambda: Machine(tflops=0), "tflops must be positive, found 0"),
-        (lambda: Machine(bandwidth=float("nan")), "bandwidth must be positive, found nan"),
-        (lambda: Machine(overlap=1.5), r"overlap must be between 0 and 1, found 1\.5"),
-        (lambda: Machine(other=-1), "other must be at least 0, found -1"),
-        (lambda: Machine(samples=0), "samples must be at least 1, found 0"),
-        (lambda: Update(steps=1), "steps must be at least 2, found 1"),
-        (lambda: Update(window=21), "window must be between 1 and the 20 trained steps, found 21"),
-        (lambda: Update(jagg_frac=2), "jagg_frac must be between 0 and 1, found 2"),
-        (lambda: predict(WORK, Update(), ALONE, [8, 0]), r"ranks must be different numbers .* found \[8, 0\]"),
-        (lambda: predict(WORK, Update(), ALONE, []), r"ranks must be different numbers of at least 1, found \[\]"),
+        (lambda: Machine(tflops=0), "tflops must be positive, got 0"),
+        (lambda: Machine(bandwidth=float("nan")), "bandwidth must be positive, got nan"),
+        (lambda: Machine(overlap=1.5), r"overlap must be between 0 and 1, got 1\.5"),
+        (lambda: Machine(other=-1), "other must be at least 0, got -1"),
+        (lambda: Machine(samples=0), "samples must be at least 1, got 0"),
+        (lambda: Update(steps=1), "steps must be at least 2, got 1"),
+        (lambda: Update(window=21), "window must be between 1 and the 20 trained steps, got 21"),
+        (lambda: Update(jagg_frac=2), "jagg_frac must be between 0 and 1, got 2"),
+        (lambda: predict(WORK, Update(), ALONE, [8, 0]), r"ranks must be different numbers .* got \[8, 0\]"),
+        (lambda: predict(WORK, Update(), ALONE, []), r"ranks must be different numbers of at least 1, got \[\]"),
     ],
 )
 def test_settings_out_of_range(build: object, match: str) -> None:
@@ -206,11 +206,11 @@ def test_the_command(tmp_path: Path, counted: list[object], capsys: pytest.Captu
         (["--backbone-options", "hight=720"], "did you mean 'height'"),
         (
             ["--backbone-options", "path=/models/FLUX"],
-            "the published configuration is counted, of no folder, found path",
+            "the published configuration is counted, of no folder, got path",
         ),
         (["--ranks", "0"], "ranks must be different numbers of at least 1"),
-        (["--overlap", "2"], "overlap must be between 0 and 1, found 2"),
-        (["--window", "50"], "window must be between 1 and the 20 trained steps, found 50"),
+        (["--overlap", "2"], "overlap must be between 0 and 1, got 2"),
+        (["--window", "50"], "window must be between 1 and the 20 trained steps, got 50"),
         (["--measured", "nowhere.json"], "nowhere.json"),
     ],
 )
@@ -270,7 +270,7 @@ def test_what_transformers_says_of_torchvision_is_not_passed_on() -> None:
 
 def test_a_record_of_something_else_is_no_measurement(tmp_path: Path) -> None:
     Record("reproduce", [], "digits-flux", {}, {}).write(tmp_path / "record.json")
-    with pytest.raises(RecordError, match=r"a record of python -m bench group .* found kind 'reproduce'"):
+    with pytest.raises(RecordError, match=r"a record of python -m bench group .* got kind 'reproduce'"):
         fit(Record.read(tmp_path / "record.json"))
 
 

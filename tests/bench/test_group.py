@@ -245,20 +245,20 @@ def test_gradients_agree_on_any_number_of_threads() -> None:
 # Settings
 
 BAD: list[tuple[str, Any, str]] = [
-    ("backbone", "digit-flux", "backbone must be one of .*found 'digit-flux'; did you mean 'digits-flux'"),
-    ("window", 1, "window must be at least 2, found 1"),
-    ("window", 21, "window must be at most the 20 trained steps, found 21"),
-    ("batch", 0, "batch must be at least 1, found 0"),
-    ("rounds", 1, "rounds must be at least 2, found 1"),
-    ("warmup", 0, "warmup must be at least 1, found 0"),
-    ("steps", 2, "steps must be at least 3, found 2"),
-    ("eta", 0.0, "eta of DanceSDE must be positive, found 0.0"),
-    ("eta", float("nan"), "eta of DanceSDE must be positive, found nan"),
-    ("shift", -1.0, "shift must be positive, found -1.0"),
-    ("compile", "gcc", r"compile must be one of \[None, 'inductor', .*found 'gcc'"),
-    ("dtype", "nonsense", "dtype must be one of .*'bfloat16'.*found 'nonsense'"),
-    ("dtype", "int64", "dtype must be one of .*found 'int64'"),
-    ("dtype", "nn", "dtype must be one of .*found 'nn'"),
+    ("backbone", "digit-flux", "backbone must be one of .*got 'digit-flux'; did you mean 'digits-flux'"),
+    ("window", 1, "window must be at least 2, got 1"),
+    ("window", 21, "window must be at most the 20 trained steps, got 21"),
+    ("batch", 0, "batch must be at least 1, got 0"),
+    ("rounds", 1, "rounds must be at least 2, got 1"),
+    ("warmup", 0, "warmup must be at least 1, got 0"),
+    ("steps", 2, "steps must be at least 3, got 2"),
+    ("eta", 0.0, "eta of DanceSDE must be positive, got 0.0"),
+    ("eta", float("nan"), "eta of DanceSDE must be positive, got nan"),
+    ("shift", -1.0, "shift must be positive, got -1.0"),
+    ("compile", "gcc", r"compile must be one of \[None, 'inductor', .*got 'gcc'"),
+    ("dtype", "nonsense", "dtype must be one of .*'bfloat16'.*got 'nonsense'"),
+    ("dtype", "int64", "dtype must be one of .*got 'int64'"),
+    ("dtype", "nn", "dtype must be one of .*got 'nn'"),
 ]
 
 
@@ -272,7 +272,7 @@ def test_a_bad_setting_names_itself(
     with pytest.raises(SystemExit) as caught:
         main(["group", f"--{name}", str(value), "--out", str(tmp_path / "s.json")])
     assert caught.value.code == 2
-    assert f"found {value!r}" in capsys.readouterr().err
+    assert f"got {value!r}" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
 
 

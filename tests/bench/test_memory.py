@@ -107,7 +107,7 @@ def test_arms_around_the_one_that_ends_the_process_are_measured() -> None:
 
 
 def test_compiled_blocks_are_refused() -> None:
-    with pytest.raises(ValueError, match="compile must be None where memory is measured, found 'eager'"):
+    with pytest.raises(ValueError, match="compile must be None where memory is measured, got 'eager'"):
         run_memory_bench(replace(SETTINGS, compile="eager"))
 
 

@@ -120,7 +120,7 @@ def test_the_interval_of_a_ratio_covers() -> None:
 
 @pytest.mark.parametrize(("top", "bottom"), [(3, 2), (0, 0), (1, 1)])
 def test_samples_must_be_paired_and_several(top: int, bottom: int) -> None:
-    with pytest.raises(ValueError, match=f"paired and at least 2, found {top} and {bottom}"):
+    with pytest.raises(ValueError, match=f"paired and at least 2, got {top} and {bottom}"):
         ratio_of_medians([1.0] * top, [1.0] * bottom)
 
 

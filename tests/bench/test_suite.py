@@ -153,7 +153,7 @@ def test_a_reason_that_many_arms_share_is_said_once(tmp_path: Path, monkeypatch:
 def test_a_timeout_that_is_none(timeout: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         main(["run", "--preset", "smoke", "--timeout", timeout, "--out", str(tmp_path)])
-    assert caught.value.code == 2 and "timeout must be positive, found" in capsys.readouterr().err
+    assert caught.value.code == 2 and "timeout must be positive, got" in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("own_preset")
@@ -191,5 +191,5 @@ def test_memory_that_does_not_suffice(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_an_unknown_preset(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"preset must be one of \['smoke', .* found 'everything'"):
+    with pytest.raises(ValueError, match=r"preset must be one of \['smoke', .* got 'everything'"):
         run_suite("everything", tmp_path)

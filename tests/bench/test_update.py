@@ -159,8 +159,8 @@ def test_a_calibration_of_another_backbone_is_refused(tmp_path: Path) -> None:
         ),
         (["--passes", "8"], "name a calibration as well, got passes [8]"),
         (["--calibration", "nowhere.json"], "nowhere.json"),
-        (["--jagg-frac", "2"], "jagg_frac must be between 0 and 1, found 2"),
-        (["--window", "21"], "window must be at most the 20 trained steps, found 21"),
+        (["--jagg-frac", "2"], "jagg_frac must be between 0 and 1, got 2"),
+        (["--window", "21"], "window must be at most the 20 trained steps, got 21"),
     ],
 )
 def test_what_is_refused(flags: list[str], match: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

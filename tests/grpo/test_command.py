@@ -37,7 +37,7 @@ def test_settings_that_do_not_fit_are_an_error_and_leave_nothing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert refused([*FLAGS, "--plan.knots", "[0, 9]", "--out", str(tmp_path / "run")]) == 2
-    assert "knots must be below the 3 trained steps, found [0, 9]" in capsys.readouterr().err
+    assert "knots must be below the 3 trained steps, got [0, 9]" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
 
 

@@ -45,10 +45,10 @@ def test_a_file_may_name_the_preset(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("section", "settings", "message"),
     [
-        ("plan", {"knots": (0, 5, 3)}, r"knots must increase strictly, found \[0, 5, 3\]"),
-        ("plan", {"knots": (0, 5, 5)}, r"knots must increase strictly, found \[0, 5, 5\]"),
-        ("plan", {"knots": (-1,)}, r"knots must lie in 0\.\.-?\d+, found \[-1\]"),
-        ("model", {"guidance": float("nan")}, "guidance must be finite, found nan"),
+        ("plan", {"knots": (0, 5, 3)}, r"knots must increase strictly, got \[0, 5, 3\]"),
+        ("plan", {"knots": (0, 5, 5)}, r"knots must increase strictly, got \[0, 5, 5\]"),
+        ("plan", {"knots": (-1,)}, r"knots must lie in 0\.\.-?\d+, got \[-1\]"),
+        ("model", {"guidance": float("nan")}, "guidance must be finite, got nan"),
     ],
 )
 def test_what_no_run_can_use_is_refused(section: str, settings: dict[str, Any], message: str) -> None:
@@ -139,31 +139,31 @@ def test_a_file_may_share_parts(tmp_path: Path) -> None:
 
 REFUSED: list[tuple[dict[str, dict[str, Any]], str]] = [
     ({"model": {"dtype": "int8"}}, "dtype must be one of"),
-    ({"model": {"dtype": "float16"}}, "'bfloat16', 'float64'], found 'float16'"),
-    ({"model": {"ema_decay": 1.0}}, "ema_decay must be at least 0 and below 1, found 1.0"),
+    ({"model": {"dtype": "float16"}}, "'bfloat16', 'float64'], got 'float16'"),
+    ({"model": {"ema_decay": 1.0}}, "ema_decay must be at least 0 and below 1, got 1.0"),
     ({"model": {"backbone": "digits"}}, "did you mean"),
     ({"rollout": {"samples": 1}}, "samples must be at least 2"),
     ({"rollout": {"eta": 0.0}}, "eta of DanceSDE must be positive"),
-    ({"rollout": {"fraction": 1.5}}, "fraction must be above 0 and at most 1, found 1.5"),
+    ({"rollout": {"fraction": 1.5}}, "fraction must be above 0 and at most 1, got 1.5"),
     ({"rollout": {"trained": "window", "window_range": (0, 4)}}, r"window_range must lie in 0..3 .*\[0, 4\]"),
     ({"rollout": {"timestep_mode": "floor"}}, "timestep_mode must be one of"),
     ({"plan": {"estimator": "jagg", "window": 9, "knots": ()}}, "window must be between 1 and the 4 trained steps"),
     ({"plan": {"estimator": "subsample", "passes": 5, "knots": ()}}, "passes must be at most the 4 trained steps"),
-    ({"plan": {"knots": (0, 4)}}, r"knots must be below the 4 trained steps, found \[0, 4\]"),
+    ({"plan": {"knots": (0, 4)}}, r"knots must be below the 4 trained steps, got \[0, 4\]"),
     ({"plan": {"knots": ()}}, "estimator causal needs either knots or a calibration"),
-    ({"plan": {"estimator": "jagg", "jagg_frac": "calibrated", "knots": ()}}, "needs a calibration file, found none"),
-    ({"plan": {"estimator": "spline", "predict": True}}, "predict is for the estimator causal, found spline"),
+    ({"plan": {"estimator": "jagg", "jagg_frac": "calibrated", "knots": ()}}, "needs a calibration file, got none"),
+    ({"plan": {"estimator": "spline", "predict": True}}, "predict is for the estimator causal, got spline"),
     ({"objective": {"clip_range": 0.0}}, "clip_range must be positive, got 0.0"),
-    ({"optimizer": {"learning_rate": 0.0}}, "learning_rate must be positive and finite, found 0.0"),
-    ({"optimizer": {"beta2": 1.0}}, "beta2 must be at least 0 and below 1, found 1.0"),
-    ({"run": {"updates": 0}}, "updates must be at least 1, found 0"),
+    ({"optimizer": {"learning_rate": 0.0}}, "learning_rate must be positive and finite, got 0.0"),
+    ({"optimizer": {"beta2": 1.0}}, "beta2 must be at least 0 and below 1, got 1.0"),
+    ({"run": {"updates": 0}}, "updates must be at least 1, got 0"),
     ({"reward": {"name": "inkk"}}, "unknown reward 'inkk', nearest is 'ink'"),
     ({"run": {"eval_rewards": ("inkk",)}}, "unknown reward 'inkk', nearest is 'ink'"),
     ({"reward": {"options": ("pickscore.path=x",)}}, r"\['pickscore.path=x'\] are for none of the rewards"),
     ({"plan": {"recalibrate_every": 3, "estimator": "spline"}}, "recalibrate_every is for the estimator causal"),
     (
         {"plan": {"recalibrate_every": 3, "knots": (0, 1)}, "rollout": {"trained": "window", "window_range": (0, 3)}},
-        "recalibrate_every needs trained 'all', found 'window'",
+        "recalibrate_every needs trained 'all', got 'window'",
     ),
     ({"plan": {"recalibrate_every": 3, "recalibrate": "nowhere:f"}}, "there is no module 'nowhere'"),
 ]
@@ -207,11 +207,11 @@ def test_a_calibration_of_another_kernel_is_refused() -> None:
 
 
 def test_samples_and_shards_must_divide_evenly() -> None:
-    with pytest.raises(ValueError, match="multiple of ranks \\* steps_per_rollout = 6, found 4"):
+    with pytest.raises(ValueError, match="multiple of ranks \\* steps_per_rollout = 6, got 4"):
         changed(optimizer={"steps_per_rollout": 2}).check_ranks(3)
-    with pytest.raises(ValueError, match="shards must divide the 4 ranks, found 3"):
+    with pytest.raises(ValueError, match="shards must divide the 4 ranks, got 3"):
         changed(parallel={"shards": 3}).check_ranks(4)
-    with pytest.raises(ValueError, match=r"keep_graphs is for one rank.* found 2"):
+    with pytest.raises(ValueError, match=r"keep_graphs is for one rank.* got 2"):
         changed(plan={"keep_graphs": True}).check_ranks(2)
 
 

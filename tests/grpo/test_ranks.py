@@ -70,7 +70,7 @@ def test_deferred_gradients_move_the_weights_alike_with_one_reduction_per_unit_a
 
 def test_deferred_gradients_that_do_not_fit_are_refused(found: list[dict[str, Any]]) -> None:
     for rank, free in zip(found, ("1024.00", "0.00"), strict=True):
-        told = "defer_gradient_sync keeps 0.01 GiB of unreduced gradients on every rank, found"
+        told = "defer_gradient_sync keeps 0.01 GiB of unreduced gradients on every rank, got"
         assert rank["refused"].startswith(f"{told} {free} GiB free on this one")
 
 

@@ -116,7 +116,7 @@ def test_a_checkpoint_without_the_optimizer_is_refused_but_can_start_a_new_run(t
     trainer.step()
     state = trainer.state()
     path = checkpoint.save(tmp_path / "old", 1, trainer.learner.tensors(optimizer=False), state, keep=1)
-    with pytest.raises(ValueError, match=r"update-00000001: exp_avg/.* found none; .* start a new run with warm_start"):
+    with pytest.raises(ValueError, match=r"update-00000001: exp_avg/.* got none; .* start a new run with warm_start"):
         read(GRPOTrainer(SMALL), path)
     started = train(changed(run={"updates": 1}), tmp_path / "new", warm_start=path)
     assert started.learner.steps == 1
@@ -164,7 +164,7 @@ def test_a_folder_with_a_run_is_not_overwritten_and_not_resumed_with_other_setti
     folder = copied(whole, tmp_path)
     with pytest.raises(ValueError, match="holds a run already; resume it with --resume"):
         train(SMALL, folder)
-    with pytest.raises(ValueError, match=r"the run was begun with rollout.eta 0.7, found 0.3"):
+    with pytest.raises(ValueError, match=r"the run was begun with rollout.eta 0.7, got 0.3"):
         train(changed(rollout={"eta": 0.3}), folder, resume=True)
     (folder / "config.json").write_text("[1]")
     with pytest.raises(ValueError, match=r"config\.json is not the configuration of a run"):

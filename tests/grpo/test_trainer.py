@@ -364,9 +364,9 @@ class TestKeptGraphs:
     @pytest.mark.parametrize(
         ("sections", "message"),
         [
-            ({"plan": {"predict": True}}, "predict must be False, found True"),
-            ({"optimizer": {"epochs": 2}}, "epochs must be 1, found 2"),
-            ({"rollout": {"trained": "random", "fraction": 0.9}}, "trained must be all or window, found random"),
+            ({"plan": {"predict": True}}, "predict must be False, got True"),
+            ({"optimizer": {"epochs": 2}}, "epochs must be 1, got 2"),
+            ({"rollout": {"trained": "random", "fraction": 0.9}}, "trained must be all or window, got random"),
         ],
         ids=["predict", "epochs", "random"],
     )

@@ -185,7 +185,7 @@ def test_bf16_latents_pass_the_check() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"log_probs": torch.zeros(4, 5)}, r"log_probs \[B, S\], found"),
+        ({"log_probs": torch.zeros(4, 5)}, r"log_probs \[B, S\], got"),
         ({"next_latents": torch.zeros(4, 6, 3)}, "latents and next_latents must have shape"),
         ({"velocity": torch.zeros(4, 6, 3, 1)}, r"velocity must have the shape \[4, 6, 3, 2\]"),
         ({"noise": torch.zeros(4, 6, 3, 2), "velocity": torch.zeros(4, 6, 3, 2)}, "velocity and noise say the same"),

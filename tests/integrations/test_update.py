@@ -264,8 +264,8 @@ def test_a_backward_of_the_hosts_own() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"backward": "auto"}, "backward must be one of .* found 'auto'"),
-        ({"upstream": "exact"}, "upstream must be one of .* found 'exact'"),
+        ({"backward": "auto"}, "backward must be one of .* got 'auto'"),
+        ({"upstream": "exact"}, "upstream must be one of .* got 'exact'"),
         ({"backward_fn": torch.Tensor.backward, "accelerator": object()}, "backward_fn must be None with it"),
         ({"advantages": ADVANTAGES[:, None] * torch.arange(5)}, r"advantages must have shape \[4\] or \[4, 6\], got"),
     ],
@@ -324,7 +324,7 @@ def test_rows_on_different_steps_have_weights_of_their_own() -> None:
 
 @pytest.mark.parametrize(
     ("settings", "message"),
-    [((0,), "window must be at least 1, got 0"), ((2, "spline"), "estimator must be one of .* found 'spline'")],
+    [((0,), "window must be at least 1, got 0"), ((2, "spline"), "estimator must be one of .* got 'spline'")],
 )
 def test_bad_windows_are_named(settings: tuple[Any, ...], message: str) -> None:
     with pytest.raises(ValueError, match=message):

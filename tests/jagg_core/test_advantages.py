@@ -118,7 +118,7 @@ def test_large_rewards_keep_their_spread() -> None:
         (torch.zeros(2), torch.zeros(3), {}, r"got \[2\] and \[3\]"),
         (torch.zeros(2, 2), torch.zeros(2, 2), {}, r"must both have shape \[B\]"),
         (torch.zeros(0), torch.zeros(0), {}, "B >= 1"),
-        (torch.zeros(2), torch.zeros(2), {"centre": "group"}, "centre must be one of .* found 'group'"),
+        (torch.zeros(2), torch.zeros(2), {"centre": "group"}, "centre must be one of .* got 'group'"),
         (torch.zeros(2), torch.zeros(2), {"scale": "group"}, "scale must be one of"),
         (torch.zeros(2), torch.zeros(2), {"std": "biased"}, "std must be one of"),
     ],

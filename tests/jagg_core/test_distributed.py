@@ -111,7 +111,7 @@ def test_one_replica_counts() -> None:
 )
 def test_other_layouts_are_refused(placements: tuple[Placement, ...]) -> None:
     part: Any = Part((4, 4), (2, 2), (0, 0), *placements)
-    with pytest.raises(ValueError, match="sharded once, along dimension 0, or replicated; found"):
+    with pytest.raises(ValueError, match="sharded once, along dimension 0, or replicated; got"):
         Sharding([part])
 
 

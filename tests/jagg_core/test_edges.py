@@ -146,7 +146,7 @@ def test_prediction_is_for_calibrated_causal_plans(tmp_path: Path) -> None:
     path.write_text(json.dumps(calibration))
     assert Plan.from_calibration(path, 2, predict=True).knot_sigmas is not None
     assert Plan.from_calibration(path, 2, family="spline").knots == (0, 3)
-    with pytest.raises(ValueError, match="predict is for the family causal, found 'spline'"):
+    with pytest.raises(ValueError, match="predict is for the family causal, got 'spline'"):
         Plan.from_calibration(path, 2, family="spline", predict=True)
     for damaged in ({"plans": {"causal": {"2": {}}}}, {"plans": [1]}, {"schedule": "none"}):
         path.write_text(json.dumps(calibration | damaged))
@@ -164,5 +164,5 @@ def test_a_sheet_refuses_pixels_that_are_not_finite(value: float) -> None:
     """A decoder that overflows in half precision must not pass for black pictures."""
     images = torch.zeros(3, 1, 2, 2)
     images[1, 0, 1, 0] = value
-    with pytest.raises(ValueError, match="images must be finite, found NaN or infinite pixels in sample 1"):
+    with pytest.raises(ValueError, match="images must be finite, got NaN or infinite pixels in sample 1"):
         image_grid(images, 3)

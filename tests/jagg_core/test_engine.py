@@ -891,9 +891,9 @@ def test_a_plan_for_another_schedule_is_refused_before_any_forward(plan: Plan, m
         ({"advantages": torch.tensor([0, 1, math.nan, 0])}, "advantages must be finite, got nan at sample 2"),
         ({"plan": Plan((0,), torch.ones(3, 1, 6))}, "plan: weights are for 3 samples, the trajectory has 4"),
         ({"objective": ClippedSurrogate(kl_beta=0.04)}, "kl_beta is 0.04: a reference policy is needed"),
-        ({"upstream": "exact"}, "upstream must be one of .* found 'exact'"),
-        ({"backward": "twice"}, "backward must be one of .* found 'twice'"),
-        ({"partly_clipped": "drop"}, "partly_clipped must be one of .* found 'drop'"),
+        ({"upstream": "exact"}, "upstream must be one of .* got 'exact'"),
+        ({"backward": "twice"}, "backward must be one of .* got 'twice'"),
+        ({"partly_clipped": "drop"}, "partly_clipped must be one of .* got 'drop'"),
         ({"max_rows": 3}, "max_rows must be at least the batch of 4, got 3"),
     ],
 )

@@ -89,7 +89,7 @@ def test_a_pair_clips_each_side_by_its_own_offset() -> None:
     [
         ({"clip_range": (0.1, 0.2)}, r"clip_range must be a number, or offsets \(low, high\) .* got \(0.1, 0.2\)"),
         ({"adv_clip": (-1.0,)}, "adv_clip must be a number, or offsets"),
-        ({"kl_form": "step"}, "kl_form must be one of .* found 'step'"),
+        ({"kl_form": "step"}, "kl_form must be one of .* got 'step'"),
         ({"clip_range": 0.0}, "clip_range must be positive, got 0.0"),
         ({"clip_range": math.nan}, "clip_range must be positive, got nan"),
         ({"adv_clip": -1.0}, "adv_clip must be positive, got -1.0"),

@@ -114,16 +114,16 @@ def test_every_schedule_runs_from_one_to_zero(family: str, steps: int) -> None:
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: dance_schedule(0), "steps must be at least 1, found 0"),
-        (lambda: sd3_schedule(-1), "steps must be at least 1, found -1"),
-        (lambda: flux_schedule(0, 256), "steps must be at least 1, found 0"),
-        (lambda: qwen_image_schedule(1, 256), "steps must be at least 2, found 1"),
-        (lambda: flux_schedule(4, 0), "image_tokens must be at least 1, found 0"),
-        (lambda: qwen_image_schedule(4, 256, terminal=0.0), "terminal must be between 0 and 1, found 0"),
-        (lambda: qwen_image_schedule(4, 256, terminal=1.0), "terminal must be between 0 and 1, found 1"),
-        (lambda: dance_schedule(4, shift=0.0), "shift must be positive, found 0"),
-        (lambda: sd3_schedule(4, shift=-3.0), "shift must be positive, found -3"),
-        (lambda: time_shift(torch.ones(1), math.nan), "shift must be positive, found nan"),
+        (lambda: dance_schedule(0), "steps must be at least 1, got 0"),
+        (lambda: sd3_schedule(-1), "steps must be at least 1, got -1"),
+        (lambda: flux_schedule(0, 256), "steps must be at least 1, got 0"),
+        (lambda: qwen_image_schedule(1, 256), "steps must be at least 2, got 1"),
+        (lambda: flux_schedule(4, 0), "image_tokens must be at least 1, got 0"),
+        (lambda: qwen_image_schedule(4, 256, terminal=0.0), "terminal must be between 0 and 1, got 0"),
+        (lambda: qwen_image_schedule(4, 256, terminal=1.0), "terminal must be between 0 and 1, got 1"),
+        (lambda: dance_schedule(4, shift=0.0), "shift must be positive, got 0"),
+        (lambda: sd3_schedule(4, shift=-3.0), "shift must be positive, got -3"),
+        (lambda: time_shift(torch.ones(1), math.nan), "shift must be positive, got nan"),
     ],
 )
 def test_bad_settings_are_named(call: Callable[[], Tensor], message: str) -> None:
@@ -162,7 +162,7 @@ def test_float_mode_tells_sigma_itself() -> None:
 
 
 def test_an_unknown_timestep_mode_is_named() -> None:
-    with pytest.raises(ValueError, match=r"timestep_mode must be one of .*trunc_fp32.* found 'floor'"):
+    with pytest.raises(ValueError, match=r"timestep_mode must be one of .*trunc_fp32.* got 'floor'"):
         network_sigma(torch.ones(1), "floor")  # type: ignore[arg-type]
 
 
@@ -202,17 +202,17 @@ def test_a_replay_tells_what_the_rollout_told(mode: TimestepMode) -> None:
 @pytest.mark.parametrize(
     ("sigmas", "message"),
     [
-        ([0.1, 0.5, 0.9], "found 0.1 then 0.5 at step 0"),
-        ([1.0, 0.5, 0.5, 0.0], "found 0.5 then 0.5 at step 1"),
-        ([1.0, 0.5, 0.6], "found 0.5 then 0.6 at step 1"),
-        ([1.0, math.nan, 0.0], r"must lie in \[0, 1\], found nan"),
-        ([math.inf, 0.5], r"must lie in \[0, 1\], found 0.5 to inf"),
-        ([1.2, 0.5], r"must lie in \[0, 1\], found 0.5 to 1.2"),
-        ([0.5, -0.1], r"must lie in \[0, 1\], found -0.1 to 0.5"),
-        ([], re.escape("must have shape [T] or [B, T] with T >= 1, found [0]")),
-        (0.5, re.escape("found []")),
-        ([[[1.0, 0.5]]], re.escape("found [1, 1, 2]")),
-        ([[1.0, 0.5, 0.2], [1.0, 0.3, 0.3]], "found 0.3 then 0.3 at step 1"),
+        ([0.1, 0.5, 0.9], "got 0.1 then 0.5 at step 0"),
+        ([1.0, 0.5, 0.5, 0.0], "got 0.5 then 0.5 at step 1"),
+        ([1.0, 0.5, 0.6], "got 0.5 then 0.6 at step 1"),
+        ([1.0, math.nan, 0.0], r"must lie in \[0, 1\], got nan"),
+        ([math.inf, 0.5], r"must lie in \[0, 1\], got 0.5 to inf"),
+        ([1.2, 0.5], r"must lie in \[0, 1\], got 0.5 to 1.2"),
+        ([0.5, -0.1], r"must lie in \[0, 1\], got -0.1 to 0.5"),
+        ([], re.escape("must have shape [T] or [B, T] with T >= 1, got [0]")),
+        (0.5, re.escape("got []")),
+        ([[[1.0, 0.5]]], re.escape("got [1, 1, 2]")),
+        ([[1.0, 0.5, 0.2], [1.0, 0.3, 0.3]], "got 0.3 then 0.3 at step 1"),
     ],
 )
 def test_what_is_no_schedule_is_refused(sigmas: list[float], message: str) -> None:

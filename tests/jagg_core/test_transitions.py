@@ -153,12 +153,12 @@ def test_conventions_are_told_apart() -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: DanceSDE(0.0), "eta of DanceSDE must be positive, found 0.0"),
-        (lambda: DanceSDE(-0.3), "eta of DanceSDE must be positive, found -0.3"),
-        (lambda: FlowSDE(math.nan), "eta of FlowSDE must be positive, found nan"),
-        (lambda: FlowSDE(math.inf), "eta of FlowSDE must be positive, found inf"),
-        (lambda: CPS(0.0), "eta of CPS must be positive and at most 1, found 0.0"),
-        (lambda: CPS(1.01), "eta of CPS must be positive and at most 1, found 1.01"),
+        (lambda: DanceSDE(0.0), "eta of DanceSDE must be positive, got 0.0"),
+        (lambda: DanceSDE(-0.3), "eta of DanceSDE must be positive, got -0.3"),
+        (lambda: FlowSDE(math.nan), "eta of FlowSDE must be positive, got nan"),
+        (lambda: FlowSDE(math.inf), "eta of FlowSDE must be positive, got inf"),
+        (lambda: CPS(0.0), "eta of CPS must be positive and at most 1, got 0.0"),
+        (lambda: CPS(1.01), "eta of CPS must be positive and at most 1, got 1.01"),
     ],
 )
 def test_eta_out_of_range_is_named(make: Callable[[], Transition], message: str) -> None:

@@ -126,20 +126,20 @@ def test_shipped_files_are_small_fp16_and_say_what_they_are(dataset: str) -> Non
 def test_unknown_prompts_and_other_shapes_are_refused() -> None:
     reward = ClassifierLogProb("digits")
     images = torch.zeros(2, 1, 8, 8)
-    with pytest.raises(ValueError, match=r"digits classifier knows \['0', .*found \['cat'\]"):
+    with pytest.raises(ValueError, match=r"digits classifier knows \['0', .*got \['cat'\]"):
         score(reward, images, ["3", "cat"])
-    with pytest.raises(ValueError, match=r"takes 8x8 pixels, found \[2, 1, 16, 16\]"):
+    with pytest.raises(ValueError, match=r"takes 8x8 pixels, got \[2, 1, 16, 16\]"):
         score(reward, torch.zeros(2, 1, 16, 16), ["3", "4"])
     with pytest.raises(ValueError, match="takes 1 channel"):
         score(reward, torch.zeros(2, 3, 8, 8), ["3", "4"])
-    with pytest.raises(ValueError, match="found 1 for 2 images"):
+    with pytest.raises(ValueError, match="got 1 for 2 images"):
         reward(images, ["3"])
 
 
 def test_the_judge_refuses_what_it_cannot_read() -> None:
-    with pytest.raises(ValueError, match="found none"):
+    with pytest.raises(ValueError, match="got none"):
         read_as_prompted(torch.zeros(0, 1, 8, 8), [], "digits")
-    with pytest.raises(ValueError, match="found 3 for 2 images"):
+    with pytest.raises(ValueError, match="got 3 for 2 images"):
         read_as_prompted(torch.zeros(2, 1, 8, 8), ["1", "2", "3"], "digits")
     images = torch.zeros(2, 1, 8, 8)
     images[1, 0, 3, 3] = float("nan")
@@ -193,9 +193,9 @@ def test_photos_can_be_retrained_too(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_training_refuses_bad_settings_before_it_starts(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="steps must be at least 1, found 0"):
+    with pytest.raises(ValueError, match="steps must be at least 1, got 0"):
         train_classifier("digits", tmp_path / "x.safetensors", 0, 0)
-    with pytest.raises(ValueError, match="found 'cifar'"):
+    with pytest.raises(ValueError, match="got 'cifar'"):
         train_classifier("cifar", tmp_path / "x.safetensors", 1, 0)
     assert not list(tmp_path.iterdir())
 

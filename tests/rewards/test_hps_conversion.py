@@ -86,7 +86,7 @@ def test_the_other_gelu_would_be_noticed(processor: Path, tmp_path: Path) -> Non
     assert (features(model)[0] - FIXTURE["image_features"]).abs().max() > 1e-3
     write_clip(tmp_path)
     torch.save(STATE, tmp_path / FILE)
-    with pytest.raises(ValueError, match=r"hidden_act in .*config.json must be gelu .*found \['quick_gelu'\]"):
+    with pytest.raises(ValueError, match=r"hidden_act in .*config.json must be gelu .*got \['quick_gelu'\]"):
         load(tmp_path, tmp_path)
 
 
@@ -172,10 +172,10 @@ def test_nothing_is_unpickled_that_could_run_code(processor: Path, tmp_path: Pat
 def test_other_content_and_damaged_files_are_refused(processor: Path, tmp_path: Path) -> None:
     file = tmp_path / FILE
     torch.save({"state_dict": {"visual.proj": 3}}, file)
-    with pytest.raises(ValueError, match=r"must hold tensors by name, .*found visual.proj: int"):
+    with pytest.raises(ValueError, match=r"must hold tensors by name, .*got visual.proj: int"):
         load(tmp_path, processor)
     torch.save([torch.zeros(2)], file)
-    with pytest.raises(ValueError, match=r"must hold tensors by name, .*found list"):
+    with pytest.raises(ValueError, match=r"must hold tensors by name, .*got list"):
         load(tmp_path, processor)
     torch.save(STATE, file)
     for content in (file.read_bytes()[:-200], b"", b"not found"):
@@ -188,7 +188,7 @@ def test_only_version_2_1_is_loaded(processor: Path, tmp_path: Path) -> None:
     """Version 2.0 has the same tensors, so its name is all that tells it apart."""
     file = tmp_path / "HPS_v2_compressed.pt"
     torch.save(STATE, file)
-    with pytest.raises(ValueError, match=rf"path: {tmp_path} has no {FILE} or .*found \['{file.name}'\]; put it there"):
+    with pytest.raises(ValueError, match=rf"path: {tmp_path} has no {FILE} or .*got \['{file.name}'\]; put it there"):
         load(tmp_path, processor)
     with pytest.raises(ValueError, match=f"path: there is no folder {file}; allowed: a folder, or a hub id"):
         load(file, processor)

@@ -83,9 +83,9 @@ def test_a_batch_gives_what_single_images_give(reward: Colourfulness | Sharpness
 @pytest.mark.parametrize(
     ("reward", "channels", "message"),
     [
-        (Colourfulness(), 1, r"colourfulness takes 3 channels \(RGB\), found 1-channel \(grey\)"),
+        (Colourfulness(), 1, r"colourfulness takes 3 channels \(RGB\), got 1-channel \(grey\)"),
         (Redness(), 1, "redness takes 3 channels"),
-        (Ink(), 3, r"ink takes 1 channel \(grey\), found 3-channel"),
+        (Ink(), 3, r"ink takes 1 channel \(grey\), got 3-channel"),
         (Sharpness(), 4, "sharpness takes 1 channel .* or 3 channels"),
     ],
 )

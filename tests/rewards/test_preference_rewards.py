@@ -144,7 +144,7 @@ def test_features_of_both_kinds_of_getter(shared: Path, monkeypatch: pytest.Monk
             assert torch.equal(score(reward, IMAGES, PROMPTS), expected)
         for nothing in (SimpleNamespace(text_embeds=torch.zeros(3, 12)), SimpleNamespace(pooler_output=None), (1,)):
             monkeypatch.setattr(model, getter, lambda _, nothing=nothing: nothing)
-            with pytest.raises(TypeError, match="must be a tensor or have one as pooler_output, found"):
+            with pytest.raises(TypeError, match="must be a tensor or have one as pooler_output, got"):
                 score(reward, IMAGES, PROMPTS)
         monkeypatch.setattr(model, getter, original)
 
@@ -278,7 +278,7 @@ def test_vocabularies_of_both_kinds(folder: Path) -> None:
     with pytest.raises(ValueError, match=r"processor: .* has no tokenizer.json or vocab.json, .*processor=FOLDER"):
         load("clipscore", folder)
     (folder / "vocab.json").write_text(json.dumps(written["model"]["vocab"]))
-    with pytest.raises(ValueError, match=r"processor: .* has no merges.txt, found \['config.json', .*put it there"):
+    with pytest.raises(ValueError, match=r"processor: .* has no merges.txt, got \['config.json', .*put it there"):
         load("clipscore", folder)
     (folder / "merges.txt").write_text("#version: 0.2\n")
     assert torch.equal(score(load("clipscore", folder), IMAGES, PROMPTS), expected)
@@ -308,13 +308,13 @@ def test_what_is_wrong_with_a_folder_is_named(folder: Path) -> None:
     with pytest.raises(ValueError, match=r"model.safetensors holds another network: 1 tensors are missing, such"):
         load("clipscore", folder)
     save_file(tensors | {"visual_projection.weight": torch.zeros(13, 24)}, weights)
-    with pytest.raises(ValueError, match=r"visual_projection.weight in .* of shape \[12, 24\], found \[13, 24\]"):
+    with pytest.raises(ValueError, match=r"visual_projection.weight in .* of shape \[12, 24\], got \[13, 24\]"):
         load("clipscore", folder)
     weights.write_bytes(weights.read_bytes()[:-100])
     with pytest.raises(ValueError, match=r"model.safetensors is damaged"):
         load("clipscore", folder)
     weights.unlink()
-    with pytest.raises(ValueError, match=r"path: .* has no model.safetensors or model.safetensors.index.json, found"):
+    with pytest.raises(ValueError, match=r"path: .* has no model.safetensors or model.safetensors.index.json, got"):
         load("clipscore", folder)
 
 
@@ -322,15 +322,15 @@ def test_configurations_are_checked_before_weights_are_read(folder: Path, monkey
     monkeypatch.setattr(published, "read_tensors", lambda _: pytest.fail("weights were read before the refusal"))
     config = json.loads((folder / "config.json").read_text())
     for change, match in (
-        ({"model_type": "siglip"}, "config.json must be of model_type 'clip', found 'siglip'"),
+        ({"model_type": "siglip"}, "config.json must be of model_type 'clip', got 'siglip'"),
         ({"text_config": config["text_config"] | {"vocab_size": 57}}, "has 58 tokens, and the network of .* takes 57"),
     ):
         (folder / "config.json").write_text(json.dumps(config | change))
         with pytest.raises(ValueError, match=match):
             load("clipscore", folder)
     for name, match in (
-        ("preprocessor_config.json", "processor: .* has no preprocessor_config.json, found"),
-        ("config.json", "path: .* has no config.json, found"),
+        ("preprocessor_config.json", "processor: .* has no preprocessor_config.json, got"),
+        ("config.json", "path: .* has no config.json, got"),
     ):
         (folder / "config.json").write_text(json.dumps(config))
         (folder / name).unlink()
@@ -405,7 +405,7 @@ def test_a_local_folder_needs_no_hub(folder: Path, monkeypatch: pytest.MonkeyPat
         load("pickscore", folder)
     with pytest.raises(ValueError, match=r"openai/clip-.* is not on this machine .*give a local folder: path=FOLDER"):
         load_reward("clipscore")
-    with pytest.raises(ValueError, match=r"revision is for the hub, .* is a local folder, found 'v9'"):
+    with pytest.raises(ValueError, match=r"revision is for the hub, .* is a local folder, got 'v9'"):
         load("clipscore", folder, "revision=v9")
     with pytest.raises(ValueError, match=r"path: there is no folder \./nowhere; allowed: a folder, or a hub id"):
         load_reward("clipscore", options=["clipscore.path=./nowhere"])
@@ -450,22 +450,22 @@ def nothing_loads(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("name", "options", "match"),
     [
-        ("clipscore", ["variant=clamped"], "written reward.option=value, found 'variant=clamped'"),
-        ("clipscore", ["clipscore.variant"], "written reward.option=value, found 'clipscore.variant'"),
-        ("clipscore", ["clipscore.variant=big"], r"variant of clipscore must be one of \['raw', .*, found 'big'"),
-        ("pickscore.clamped", [], r"variant of pickscore must be one of \['raw', 'normalised'\], found 'clamped'"),
-        ("clipscore.x100", ["clipscore.variant=raw"], "options must be different, found .*'variant=x100'"),
+        ("clipscore", ["variant=clamped"], "written reward.option=value, got 'variant=clamped'"),
+        ("clipscore", ["clipscore.variant"], "written reward.option=value, got 'clipscore.variant'"),
+        ("clipscore", ["clipscore.variant=big"], r"variant of clipscore must be one of \['raw', .*, got 'big'"),
+        ("pickscore.clamped", [], r"variant of pickscore must be one of \['raw', 'normalised'\], got 'clamped'"),
+        ("clipscore.x100", ["clipscore.variant=raw"], "options must be different, got .*'variant=x100'"),
         (
             "clipscore",
             ["clipscore.batch_sise=3"],
             r"reward 'clipscore' has the options \['path', .*did you mean 'batch_s",
         ),
-        ("clipscore", ["clipscore.published=x"], r"reward 'clipscore' has the options .*found 'published'"),
-        ("hpsv2.1", ["hpsv2.1.batch_size=0"], "batch_size must be at least 1, found 0"),
-        ("hpsv2.1", ["hpsv2.1.batch_size=many"], "batch_size must be of type int, found 'many'"),
-        ("hpsv2.1", ["hpsv2.1.dtype=int8"], r"dtype must be one of \['float32', .*found 'int8'"),
+        ("clipscore", ["clipscore.published=x"], r"reward 'clipscore' has the options .*got 'published'"),
+        ("hpsv2.1", ["hpsv2.1.batch_size=0"], "batch_size must be at least 1, got 0"),
+        ("hpsv2.1", ["hpsv2.1.batch_size=many"], "batch_size must be of type int, got 'many'"),
+        ("hpsv2.1", ["hpsv2.1.dtype=int8"], r"dtype must be one of \['float32', .*got 'int8'"),
         ("clipscore", ["pickscore.path=a"], r"reward options: 'pickscore' is not in the reward, .*\['clipscore'\]"),
-        ("redness", ["redness.path=a"], r"reward 'redness' has the options \[\], found 'path'"),
+        ("redness", ["redness.path=a"], r"reward 'redness' has the options \[\], got 'path'"),
         ("clipscore+2*redness", ["clipscore.dtype=float32", "redness.a=b"], "'redness' has the options"),
         ("clipscore+hpsv2", [], "unknown reward 'hpsv2', nearest is 'hpsv2.1'"),
         ("redness.clamped", [], "unknown reward 'redness.clamped', nearest is 'redness'"),
@@ -505,7 +505,7 @@ def test_options_shared_by_several_rewards() -> None:
     assert options_of("clipscore.x100-hpsv2.1", options) == [options[0], options[2], options[1]]
     assert options_of("redness", options) == []
     assert options_of("pickscore+a:b", options) == [options[3]]
-    with pytest.raises(ValueError, match=r"written reward.option=value, found 'path'"):
+    with pytest.raises(ValueError, match=r"written reward.option=value, got 'path'"):
         options_of("redness", ["path"])
 
 
@@ -514,9 +514,9 @@ def test_options_shared_by_several_rewards() -> None:
 
 def test_other_images_and_failing_networks_are_errors(shared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     reward = load("clipscore.x100", shared)
-    with pytest.raises(ValueError, match=r"clipscore.x100 takes 3 channels \(RGB\), found 1-channel"):
+    with pytest.raises(ValueError, match=r"clipscore.x100 takes 3 channels \(RGB\), got 1-channel"):
         score(reward, IMAGES[:, :1], PROMPTS)
-    with pytest.raises(ValueError, match="found 2 for 3 images"):
+    with pytest.raises(ValueError, match="got 2 for 3 images"):
         reward(IMAGES, PROMPTS[:2])
     with torch.no_grad():
         reward.network.model.visual_projection.weight.zero_()

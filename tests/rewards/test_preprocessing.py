@@ -102,15 +102,15 @@ def test_configurations_of_every_age_are_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "match"),
     [
-        ({"image_mean": None}, r"image_mean in .*preprocessor_config.json must be three numbers, found None"),
-        ({"image_std": [1.0]}, r"image_std in .* must be three numbers, found \[1.0\]"),
-        ({"crop_size": 32}, "crop_size in .* must be the network's 28, found 32"),
-        ({"crop_size": {"height": 28, "width": 30}}, "crop_size in .* must be the network's 28, found"),
-        ({"crop_size": None}, "crop_size in .* must be the network's 28, found None"),
-        ({"size": {"height": 28, "width": 28}}, "size in .* must be a shortest_edge of 28 or more, found"),
-        ({"size": 20}, "size in .* must be a shortest_edge of 28 or more, found 20"),
-        ({"resample": 2}, "must ask for .* and resample 3, found resample 2"),
-        ({"do_center_crop": False}, "must ask for .*, found do_center_crop false"),
+        ({"image_mean": None}, r"image_mean in .*preprocessor_config.json must be three numbers, got None"),
+        ({"image_std": [1.0]}, r"image_std in .* must be three numbers, got \[1.0\]"),
+        ({"crop_size": 32}, "crop_size in .* must be the network's 28, got 32"),
+        ({"crop_size": {"height": 28, "width": 30}}, "crop_size in .* must be the network's 28, got"),
+        ({"crop_size": None}, "crop_size in .* must be the network's 28, got None"),
+        ({"size": {"height": 28, "width": 28}}, "size in .* must be a shortest_edge of 28 or more, got"),
+        ({"size": 20}, "size in .* must be a shortest_edge of 28 or more, got 20"),
+        ({"resample": 2}, "must ask for .* and resample 3, got resample 2"),
+        ({"do_center_crop": False}, "must ask for .*, got do_center_crop false"),
     ],
 )
 def test_what_is_not_done_is_refused(tmp_path: Path, changes: dict[str, Any], match: str) -> None:

@@ -111,7 +111,7 @@ def test_sums_that_cannot_be_read_are_refused(text: str) -> None:
 def test_data_sets_are_checked_before_any_image_exists() -> None:
     with pytest.raises(ValueError, match="classifier needs dataset"):
         load_reward("classifier")
-    with pytest.raises(ValueError, match=r"one of \['digits', 'photos'\], found 'cifar'"):
+    with pytest.raises(ValueError, match=r"one of \['digits', 'photos'\], got 'cifar'"):
         load_reward("redness", dataset="cifar")
     with pytest.raises(ValueError, match=r"colourfulness cannot score the grey images of digits; allowed: .*'ink'"):
         load_reward("classifier+colourfulness", dataset="digits")

@@ -49,7 +49,7 @@ def test_an_undefined_term_is_an_error_even_at_weight_zero() -> None:
 
 @pytest.mark.parametrize("shape", [(), (1,), (2,), (3, 1), (1, 3)])
 def test_a_result_of_another_shape_is_refused(shape: tuple[int, ...]) -> None:
-    with pytest.raises(ValueError, match=r"fixed must return shape \[3\], found"):
+    with pytest.raises(ValueError, match=r"fixed must return shape \[3\], got"):
         score(returning(torch.zeros(shape)), IMAGES, PROMPTS)
 
 
@@ -89,7 +89,7 @@ def test_a_result_that_is_no_numbers_is_refused(values: Any, message: str) -> No
 
 @pytest.mark.parametrize("values", [[0.0, 1.0], np.zeros((3, 1)), []])
 def test_a_list_or_array_of_another_shape_is_refused(values: Any) -> None:
-    with pytest.raises(ValueError, match=r"fixed must return shape \[3\], found"):
+    with pytest.raises(ValueError, match=r"fixed must return shape \[3\], got"):
         score(returning(values), IMAGES, PROMPTS)
 
 
@@ -119,7 +119,7 @@ def test_rewards_get_fp32_images_and_leave_no_graph() -> None:
 
 @pytest.mark.parametrize("prompts", [["a", "b"], ["a"] * 4, []])
 def test_unequal_numbers_are_refused(prompts: list[str]) -> None:
-    with pytest.raises(ValueError, match=f"found {len(prompts)} for 3 images"):
+    with pytest.raises(ValueError, match=f"got {len(prompts)} for 3 images"):
         score(Redness(), IMAGES, prompts)
 
 
@@ -157,7 +157,7 @@ def test_a_weighted_sum_is_the_sum() -> None:
 def test_sums_without_terms_or_with_undefined_weights_are_refused() -> None:
     with pytest.raises(ValueError, match="at least one"):
         WeightedSum([])
-    with pytest.raises(ValueError, match="weight of redness must be finite, found nan"):
+    with pytest.raises(ValueError, match="weight of redness must be finite, got nan"):
         WeightedSum([(float("nan"), Redness())])
 
 

@@ -77,7 +77,7 @@ def _read_cost(path: Path, name: str) -> Measured:
     try:
         record = Record.read(path)
         if record.kind != "cost":
-            raise RecordError(f"a record of kind 'cost' is needed, found {record.kind!r}")
+            raise RecordError(f"a record of kind 'cost' is needed, got {record.kind!r}")
         update = record.settings["update"]
         about = f"{record.backbone}, W = {update['window']}, jagg_frac {update['jagg_frac']:g}"
         table = beside_the_paper(record, costs(record)).assign(predicted_for=about)

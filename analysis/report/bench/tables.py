@@ -104,7 +104,7 @@ def table_of(kind: str, record: Record, values: dict[str, Any]) -> pd.DataFrame:
         raise RecordError(f"no table is made of a cell of kind {kind!r}, only of {list(MAKERS)}")
     expected, make = MAKERS[kind]
     if record.kind != expected:
-        raise RecordError(f"a record of kind {expected!r} is needed, found {record.kind!r}")
+        raise RecordError(f"a record of kind {expected!r} is needed, got {record.kind!r}")
     try:
         return make(record, values)
     except (LookupError, TypeError, AttributeError, ArithmeticError, ValueError) as error:

@@ -186,14 +186,14 @@ class PixelBackbone:
             ValueError: a prompt that the backbone was not trained on; no prompts; a guidance that is not finite.
         """
         if len(prompts) == 0:
-            raise ValueError("prompts: at least one is needed, found none")
+            raise ValueError("prompts: at least one is needed, got none")
         unknown = sorted({p for p in prompts if p not in self.prompts}, key=str)
         if isinstance(prompts, str) or unknown:
             found = prompts if isinstance(prompts, str) else unknown
-            raise ValueError(f"prompts: {self.name} knows {list(self.prompts)}, found {found!r}")
+            raise ValueError(f"prompts: {self.name} knows {list(self.prompts)}, got {found!r}")
         scale = 1.0 if guidance is None else float(guidance)
         if not math.isfinite(scale):
-            raise ValueError(f"guidance must be finite, found {scale}")
+            raise ValueError(f"guidance must be finite, got {scale}")
         ids = torch.tensor([self.prompts.index(p) for p in prompts], device=self.device)
         return PixelPolicy(self.module, ids, len(self.prompts), scale, self.name)
 

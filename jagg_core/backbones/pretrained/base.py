@@ -169,12 +169,12 @@ class PretrainedBackbone(ABC):
         for name in ("height", "width"):
             value = getattr(size, name)
             if not isinstance(value, int):
-                raise ValueError(f"{name} must be a whole number of pixels, found {value!r}")
+                raise ValueError(f"{name} must be a whole number of pixels, got {value!r}")
             if value < multiple or value % multiple:
                 near = max(1, round(value / multiple)) * multiple
-                raise ValueError(f"{name} must be a positive multiple of {multiple}, found {value}; nearest: {near}")
+                raise ValueError(f"{name} must be a positive multiple of {multiple}, got {value}; nearest: {near}")
         if size.frames != 1:
-            raise ValueError(f"frames must be 1 for a model of images, found {size.frames}")
+            raise ValueError(f"frames must be 1 for a model of images, got {size.frames}")
 
     @classmethod
     @abstractmethod
@@ -283,12 +283,12 @@ class PretrainedBackbone(ABC):
             ValueError: no prompts, or a guidance that the model cannot follow.
         """
         if isinstance(prompts, str) or len(prompts) == 0:
-            raise ValueError(f"prompts must be a sequence of at least one prompt, found {prompts!r}")
+            raise ValueError(f"prompts must be a sequence of at least one prompt, got {prompts!r}")
         scale = float(self.model.scale if guidance is None else guidance)
         if not 0 < scale < math.inf:
-            raise ValueError(f"guidance must be positive and finite, found {scale}")
+            raise ValueError(f"guidance must be positive and finite, got {scale}")
         if self.model.guidance == "none" and scale != 1:
-            raise ValueError(f"guidance: {self.name} is distilled to be used without; allowed: 1, found {scale}")
+            raise ValueError(f"guidance: {self.name} is distilled to be used without; allowed: 1, got {scale}")
         return PretrainedPolicy(self, tuple(prompts), scale)
 
     def schedule(self, steps: int) -> Tensor:
@@ -302,7 +302,7 @@ class PretrainedBackbone(ABC):
         if self.folder is None:
             raise ValueError(f"schedule: {self.name} with random weights has none of its own; allowed: dance")
         if steps < 1:
-            raise ValueError(f"steps must be at least 1, found {steps}")
+            raise ValueError(f"steps must be at least 1, got {steps}")
         scheduler = diffusers.FlowMatchEulerDiscreteScheduler.from_config(self.scheduler_config())
         scheduler.set_timesteps(**({"num_inference_steps": steps} | self.schedule_arguments(steps)))
         return check_sigmas(scheduler.sigmas)

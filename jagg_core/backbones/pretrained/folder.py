@@ -31,7 +31,7 @@ class ModelFolder:
             found = sorted(p.name for p in self.path.iterdir())
             raise ValueError(
                 f"path: {self.path} has no {file.relative_to(self.path)}; it must be a folder in diffusers' layout "
-                f"(model_index.json beside transformer/, vae/, ...), found {found[:12]}"
+                f"(model_index.json beside transformer/, vae/, ...), got {found[:12]}"
             )
         return read_object(file)
 
@@ -43,7 +43,7 @@ class ModelFolder:
         """
         found = self.config(part).get("_class_name")
         if found != expected:
-            raise ValueError(f"path: {self.path / part} must hold a {expected}, found {found}: another model's folder?")
+            raise ValueError(f"path: {self.path / part} must hold a {expected}, got {found}: another model's folder?")
 
     def index(self) -> dict[str, Any]:
         """The pipeline's ``model_index.json``.
@@ -62,7 +62,7 @@ class ModelFolder:
         index = self.index()
         if index.get("_class_name") != expected:
             raise ValueError(
-                f"path: {self.path} must hold a {expected}, found {index.get('_class_name')}: another model's folder?"
+                f"path: {self.path} must hold a {expected}, got {index.get('_class_name')}: another model's folder?"
             )
         for part, kind in index.items():
             if isinstance(kind, list) and any(kind) and not (self.path / part).is_dir():
@@ -85,11 +85,11 @@ class ModelFolder:
             expected, found = _safetensors_size(file), file.stat().st_size
             if expected != found:
                 said = f"{expected:,} bytes by its header" if expected >= 0 else "no header"
-                raise ValueError(f"path: {file} is damaged: {said}, found {found:,} bytes: {_AGAIN}")
+                raise ValueError(f"path: {file} is damaged: {said}, got {found:,} bytes: {_AGAIN}")
         for part in sorted(self.path.iterdir()):
             if part.name.startswith(("transformer", "vae", "text_encoder")) and not list(part.glob("*.safetensors")):
                 raise ValueError(
-                    f"path: {part} has no safetensors weights, found {sorted(p.name for p in part.iterdir())}"
+                    f"path: {part} has no safetensors weights, got {sorted(p.name for p in part.iterdir())}"
                 )
 
     @cached_property

@@ -47,7 +47,7 @@ def _require_variant(model: PublishedModel, configs: Configs) -> None:
     wanted, found = model.config.get("guidance_embeds"), configs.transformer.get("guidance_embeds")
     if wanted is not None and bool(found) != wanted:
         raise ValueError(
-            f"path: guidance_embeds of the transformer must be {wanted} for {model.name}, found {found}: another "
+            f"path: guidance_embeds of the transformer must be {wanted} for {model.name}, got {found}: another "
             "variant's folder?"
         )
 
@@ -95,11 +95,11 @@ def load_pretrained(
     """
     require_one_of("calls", calls, Calls)
     if text_tokens is not None and text_tokens < 1:
-        raise ValueError(f"text_tokens must be at least 1, found {text_tokens}")
+        raise ValueError(f"text_tokens must be at least 1, got {text_tokens}")
     check_lora(lora_rank, lora_alpha)
     most = model.family.most_text_tokens
     if text_tokens is not None and most is not None and text_tokens > most:
-        raise ValueError(f"text_tokens must be at most {most} for {model.name}, found {text_tokens}")
+        raise ValueError(f"text_tokens must be at most {most} for {model.name}, got {text_tokens}")
     if negative_prompt is not None and model.guidance != "cfg":
         raise ValueError(f"negative_prompt is for classifier-free guidance, which {model.name} has not")
     texts = PROMPTS if prompts is None else read_prompts(prompts)
@@ -110,7 +110,7 @@ def load_pretrained(
     folder = None
     if random_weights:
         if path is not None or revision is not None:
-            raise ValueError(f"random_weights needs neither path nor revision, found {path!r} and {revision!r}")
+            raise ValueError(f"random_weights needs neither path nor revision, got {path!r} and {revision!r}")
         configs = Configs(model.config, model.vae)
         family.check_size(configs, size)
         transformer = random_transformer(model, device, dtype)

@@ -73,7 +73,7 @@ class QwenImage(PackedBackbone):
         for name in VARIANTS:
             if configs.transformer.get(name):
                 raise ValueError(
-                    f"path: the transformer's {name} must be off for text to image, found "
+                    f"path: the transformer's {name} must be off for text to image, got "
                     f"{configs.transformer[name]!r}: another model of the Qwen-Image family?"
                 )
         super().check_size(configs, size)
@@ -94,7 +94,7 @@ class QwenImage(PackedBackbone):
             ValueError: one step, which cannot both begin at 1 and end at the scheduler's terminal sigma.
         """
         if steps < 2 and self.configs.scheduler.get("shift_terminal"):
-            raise ValueError(f"steps must be at least 2 for a schedule with a terminal sigma, found {steps}")
+            raise ValueError(f"steps must be at least 2 for a schedule with a terminal sigma, got {steps}")
         return {"sigmas": np.linspace(1, 1 / steps, steps)} | token_shift(self.configs, self.latent_shape[0])
 
     def encode(self, pipeline: Any, prompt: str) -> Text:

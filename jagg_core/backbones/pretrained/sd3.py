@@ -67,7 +67,7 @@ class StableDiffusion3(PretrainedBackbone):
         largest = cls.multiple(configs) * int(configs.transformer["pos_embed_max_size"])
         for name, value in (("height", size.height), ("width", size.width)):
             if value > largest:
-                raise ValueError(f"{name} must be at most {largest}, where the model's positions end, found {value}")
+                raise ValueError(f"{name} must be at most {largest}, where the model's positions end, got {value}")
 
     @classmethod
     def shape_of(cls, configs: Configs, size: Size) -> tuple[int, ...]:

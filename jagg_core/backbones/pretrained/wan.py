@@ -60,7 +60,7 @@ class Wan(PretrainedBackbone):
         group = _vae_frames(configs)
         if size.frames < 1 or size.frames % group != 1 % group:
             near = max(0, round((size.frames - 1) / group)) * group + 1
-            raise ValueError(f"frames must be {group} k + 1, found {size.frames}; nearest: {near}")
+            raise ValueError(f"frames must be {group} k + 1, got {size.frames}; nearest: {near}")
 
     @classmethod
     def shape_of(cls, configs: Configs, size: Size) -> tuple[int, ...]:

@@ -53,7 +53,7 @@ class Source:
                 return self.folder / name
         found = sorted(p.name for p in self.folder.iterdir())
         remedy = "connect once to fetch it" if self.commit else f"put it there, or give {setting}=FOLDER or a hub id"
-        raise ValueError(f"{setting}: {self.folder} has no {' or '.join(names)}, found {found[:12]}; {remedy}")
+        raise ValueError(f"{setting}: {self.folder} has no {' or '.join(names)}, got {found[:12]}; {remedy}")
 
 
 def find_source(setting: str, name: str, patterns: Sequence[str], revision: str | None = None) -> Source:
@@ -105,7 +105,7 @@ def read_tensors(files: Sequence[Path]) -> dict[str, Tensor]:
             ) from error
         state = read.get("state_dict", read) if isinstance(read, dict) else read
         if not isinstance(state, dict) or not all(isinstance(value, Tensor) for value in state.values()):
-            raise ValueError(f"path: {file} must hold tensors by name, alone or under state_dict, found {_kind(state)}")
+            raise ValueError(f"path: {file} must hold tensors by name, alone or under state_dict, got {_kind(state)}")
         tensors |= {str(name).removeprefix("module."): tensor for name, tensor in state.items()}
     return tensors
 

@@ -84,7 +84,7 @@ def projected(found: object) -> Tensor:
     """
     features = found if isinstance(found, Tensor) else getattr(found, "pooler_output", None)
     if not isinstance(features, Tensor):
-        raise TypeError(f"CLIP features must be a tensor or have one as pooler_output, found {type(found).__name__}")
+        raise TypeError(f"CLIP features must be a tensor or have one as pooler_output, got {type(found).__name__}")
     return features
 
 
@@ -113,7 +113,7 @@ def read_config(source: Source, setting: str, tokenizer: Any) -> Any:
     file = source.require(setting, CONFIG)
     read = read_object(file)
     if read.get("model_type") != "clip":
-        raise ValueError(f"{setting}: {file} must be of model_type 'clip', found {read.get('model_type')!r}")
+        raise ValueError(f"{setting}: {file} must be of model_type 'clip', got {read.get('model_type')!r}")
     config = CLIPConfig.from_dict(read)
     if len(tokenizer) > config.text_config.vocab_size:
         raise ValueError(
@@ -141,7 +141,7 @@ def build_model(config: Any, state: Mapping[str, Tensor], where: Path) -> Any:
     for name, tensor in state.items():
         if tensor.shape != expected[name].shape:
             raise ValueError(
-                f"path: {name} in {where} must be of shape {list(expected[name].shape)}, found {list(tensor.shape)}: "
+                f"path: {name} in {where} must be of shape {list(expected[name].shape)}, got {list(tensor.shape)}: "
                 "another network's?"
             )
     model.load_state_dict(state, assign=True)

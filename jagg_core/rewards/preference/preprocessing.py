@@ -88,23 +88,21 @@ def read_preprocessing(file: Path, size: int, fit: Fit) -> Preprocessing:
     mean, std = (_three(read, name, file) for name in ("image_mean", "image_std"))
     resized, cropped = _side(read.get("size"), "shortest_edge"), _side(read.get("crop_size"), "height", "width")
     if cropped != size:
-        raise ValueError(f"processor: crop_size in {file} must be the network's {size}, found {read.get('crop_size')}")
+        raise ValueError(f"processor: crop_size in {file} must be the network's {size}, got {read.get('crop_size')}")
     if resized is None or resized < size:
-        raise ValueError(
-            f"processor: size in {file} must be a shortest_edge of {size} or more, found {read.get('size')}"
-        )
+        raise ValueError(f"processor: size in {file} must be a shortest_edge of {size} or more, got {read.get('size')}")
     steps = ("do_resize", "do_center_crop", "do_rescale", "do_normalize")
     wrong = [step for step in steps if not read.get(step, True)]
     if wrong or read.get("resample", _BICUBIC) != _BICUBIC:
         found = f"{wrong[0]} false" if wrong else f"resample {read['resample']}"
-        raise ValueError(f"processor: {file} must ask for {', '.join(steps)} and resample {_BICUBIC}, found {found}")
+        raise ValueError(f"processor: {file} must ask for {', '.join(steps)} and resample {_BICUBIC}, got {found}")
     return Preprocessing(size, resized, mean, std, fit)
 
 
 def _three(read: dict[str, Any], name: str, file: Path) -> tuple[float, ...]:
     values = read.get(name)
     if not isinstance(values, list) or len(values) != 3:
-        raise ValueError(f"processor: {name} in {file} must be three numbers, found {values!r}")
+        raise ValueError(f"processor: {name} in {file} must be three numbers, got {values!r}")
     return tuple(map(float, values))
 
 

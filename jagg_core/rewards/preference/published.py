@@ -157,7 +157,7 @@ class PreferenceReward:
         """
         check_images(images, self.name, channels=(3,))
         if len(images) != len(prompts):
-            raise ValueError(f"prompts: one per image is needed, found {len(prompts)} for {len(images)} images")
+            raise ValueError(f"prompts: one per image is needed, got {len(prompts)} for {len(images)} images")
         return self.value(self.network.cosines(images, prompts), self.network.logit_scale)
 
 
@@ -228,4 +228,4 @@ def _require_gelu(config: Any, file: Path) -> None:
     """Raise ValueError for the one thing that shapes do not tell of ViT-H-14."""
     acts = {config.text_config.hidden_act, config.vision_config.hidden_act}
     if acts != {"gelu"}:
-        raise ValueError(f"processor: hidden_act in {file} must be gelu for open_clip's ViT-H-14, found {sorted(acts)}")
+        raise ValueError(f"processor: hidden_act in {file} must be gelu for open_clip's ViT-H-14, got {sorted(acts)}")

@@ -59,7 +59,7 @@ def test_guidance_moves_the_velocity(folders: Folders) -> None:
 
 def test_schnell_embeds_none(folders: Folders) -> None:
     assert len(seen_by(load(folders, "flux-schnell"), 2, None)) == 2  # timestep and pooled text, no guidance
-    with pytest.raises(ValueError, match=r"flux-schnell is distilled to be used without; allowed: 1, found 3\.5"):
+    with pytest.raises(ValueError, match=r"flux-schnell is distilled to be used without; allowed: 1, got 3\.5"):
         load(folders, "flux-schnell").policy(["a cat"], 3.5)
 
 
@@ -72,7 +72,7 @@ def test_missing_guidance_says_what_to_do(folders: Folders) -> None:
 
 @pytest.mark.parametrize("guidance", [0.0, -1.0, float("nan"), float("inf")])
 def test_guidance_out_of_range(guidance: float, folders: Folders) -> None:
-    with pytest.raises(ValueError, match="guidance must be positive and finite, found"):
+    with pytest.raises(ValueError, match="guidance must be positive and finite, got"):
         load(folders, "flux-dev").policy(["a cat"], guidance)
 
 
@@ -118,7 +118,7 @@ def test_the_schedule_is_the_folders_own(folders: Folders) -> None:
     assert token_shift(schnell.configs, 256) == {}
     torch.testing.assert_close(schnell.schedule(4), torch.tensor([1, 0.75, 0.5, 0.25, 0]).double(), atol=1e-6, rtol=0)
     assert dev.schedule(8).tolist() == dev.schedule(8).tolist()  # asked twice, shifted once
-    with pytest.raises(ValueError, match="steps must be at least 1, found 0"):
+    with pytest.raises(ValueError, match="steps must be at least 1, got 0"):
         dev.schedule(0)
 
 

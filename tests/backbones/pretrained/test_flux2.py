@@ -120,7 +120,7 @@ def test_the_time_embedding_sees_sigma_in_fp32(name: str, dtype: torch.dtype, fo
 
 
 def test_klein_needs_no_guidance(folders: Folders) -> None:
-    with pytest.raises(ValueError, match=r"guidance: flux2-klein-4b is distilled .* found 4"):
+    with pytest.raises(ValueError, match=r"guidance: flux2-klein-4b is distilled .* got 4"):
         load(folders, "flux2-klein-4b").policy(PROMPTS, 4.0)
     base = load(folders, "flux2-klein-base-4b")
     torch.testing.assert_close(velocity(base, 1.0), velocity(load(folders, "flux2-klein-4b"), 1.0))
@@ -128,7 +128,7 @@ def test_klein_needs_no_guidance(folders: Folders) -> None:
 
 
 def test_a_folder_of_dev_is_not_one_of_klein(folders: Folders) -> None:
-    with pytest.raises(ValueError, match="must hold a Flux2KleinPipeline, found Flux2Pipeline: another model's"):
+    with pytest.raises(ValueError, match="must hold a Flux2KleinPipeline, got Flux2Pipeline: another model's"):
         load(folders, "flux2-klein-4b", folder="flux2-dev")
 
 
@@ -143,7 +143,7 @@ def test_lora_reaches_the_fused_layers_of_single_stream_blocks(folders: Folders)
 
 @pytest.mark.parametrize("side", ["height", "width"])
 def test_sizes_are_whole_tokens(side: str, folders: Folders) -> None:
-    with pytest.raises(ValueError, match=f"{side} must be a positive multiple of 4, found 18"):
+    with pytest.raises(ValueError, match=f"{side} must be a positive multiple of 4, got 18"):
         load(folders, "flux2-dev", **{side: 18})
 
 

@@ -73,14 +73,14 @@ def test_not_a_model_folder(folder: Path, tmp_path: Path) -> None:
     (folder / "vae" / "config.json").write_text("{")
     refused("vae/config.json cannot be read as JSON", folder)
     (folder / "vae" / "config.json").write_text("[]")
-    refused("vae/config.json must hold a JSON object, found list", folder)
+    refused("vae/config.json must hold a JSON object, got list", folder)
 
 
 @pytest.mark.usefixtures("nothing_loads")
 def test_another_models_folder(folder: Path) -> None:
     config = folder / "transformer" / "config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | {"_class_name": "SD3Transformer2DModel"}))
-    refused("must hold a FluxTransformer2DModel, found SD3Transformer2DModel: another model's folder", folder)
+    refused("must hold a FluxTransformer2DModel, got SD3Transformer2DModel: another model's folder", folder)
 
 
 @pytest.mark.usefixtures("nothing_loads")
@@ -113,28 +113,28 @@ def test_a_part_is_missing(folder: Path, part: str) -> None:
 def test_a_part_without_weights(folder: Path, part: str) -> None:
     for file in (folder / part).glob("*.safetensors"):
         file.unlink()
-    refused(f"{part} has no safetensors weights, found", folder)
+    refused(f"{part} has no safetensors weights, got", folder)
 
 
 @pytest.mark.usefixtures("nothing_loads")
 def test_another_pipelines_folder(folder: Path) -> None:
     index = folder / "model_index.json"
     index.write_text(json.dumps(json.loads(index.read_text()) | {"_class_name": "FluxFillPipeline"}))
-    refused("must hold a FluxPipeline, found FluxFillPipeline: another model's folder", folder)
+    refused("must hold a FluxPipeline, got FluxFillPipeline: another model's folder", folder)
     index.unlink()
     refused("model_index.json cannot be read as JSON", folder)
 
 
 @pytest.mark.usefixtures("nothing_loads")
 def test_another_variants_folder(folders: Folders) -> None:
-    refused("guidance_embeds of the transformer must be True for flux-dev, found False", folders("flux-schnell"))
+    refused("guidance_embeds of the transformer must be True for flux-dev, got False", folders("flux-schnell"))
 
 
 @pytest.mark.usefixtures("nothing_loads")
 @pytest.mark.parametrize("header", [b"[]", b'{"a": {}}', b"{"])
 def test_headers_that_are_none(folder: Path, header: bytes) -> None:
     first_weights(folder).write_bytes(len(header).to_bytes(8, "little") + header)
-    refused("is damaged: no header, found .* bytes", folder)
+    refused("is damaged: no header, got .* bytes", folder)
 
 
 @pytest.mark.parametrize("part", ["transformer", "vae"])
@@ -171,7 +171,7 @@ def test_a_shard_is_missing(folder: Path) -> None:
 @pytest.mark.usefixtures("nothing_loads")
 def test_pickled_weights_are_not_read(folder: Path) -> None:
     first_weights(folder).rename(folder / "transformer" / "diffusion_pytorch_model.bin")
-    refused("has no safetensors weights, found .*diffusion_pytorch_model.bin", folder)
+    refused("has no safetensors weights, got .*diffusion_pytorch_model.bin", folder)
     assert not any(pattern.endswith((".bin", ".pt", ".ckpt", ".py")) for pattern in PATTERNS)
 
 
@@ -179,18 +179,18 @@ def test_pickled_weights_are_not_read(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("option", "match"),
     [
-        ({"height": 18}, "height must be a positive multiple of 4, found 18; nearest: 16"),
-        ({"width": 0}, "width must be a positive multiple of 4, found 0; nearest: 4"),
-        ({"frames": 5}, "frames must be 1 for a model of images, found 5"),
-        ({"calls": "both"}, r"calls must be one of \['batched', 'separate'\], found 'both'"),
-        ({"text_tokens": 0}, "text_tokens must be at least 1, found 0"),
-        ({"lora_rank": -1}, "lora_rank must be at least 0, found -1"),
-        ({"lora_alpha": 4}, "lora_alpha must be positive, beside a lora_rank, found 4 at rank 0"),
+        ({"height": 18}, "height must be a positive multiple of 4, got 18; nearest: 16"),
+        ({"width": 0}, "width must be a positive multiple of 4, got 0; nearest: 4"),
+        ({"frames": 5}, "frames must be 1 for a model of images, got 5"),
+        ({"calls": "both"}, r"calls must be one of \['batched', 'separate'\], got 'both'"),
+        ({"text_tokens": 0}, "text_tokens must be at least 1, got 0"),
+        ({"lora_rank": -1}, "lora_rank must be at least 0, got -1"),
+        ({"lora_alpha": 4}, "lora_alpha must be positive, beside a lora_rank, got 4 at rank 0"),
         ({"prompts": "/nowhere/prompts.txt"}, "prompts: /nowhere/prompts.txt cannot be read as text"),
-        ({"height": "16"}, "height must be a whole number of pixels, found '16'"),
+        ({"height": "16"}, "height must be a whole number of pixels, got '16'"),
         ({"negative_prompt": "grey"}, "negative_prompt is for classifier-free guidance, which flux-dev has not"),
-        ({"text_tokens": 513}, "text_tokens must be at most 512 for flux-dev, found 513"),
-        ({"revision": "main"}, "revision is for the hub, and .* is a local folder, found 'main'"),
+        ({"text_tokens": 513}, "text_tokens must be at most 512 for flux-dev, got 513"),
+        ({"revision": "main"}, "revision is for the hub, and .* is a local folder, got 'main'"),
     ],
 )
 def test_options_out_of_range(folder: Path, option: dict[str, Any], match: str) -> None:

@@ -136,7 +136,7 @@ def test_the_schedule_is_the_fields(backbone: QwenImage) -> None:
 
 
 def test_one_step_is_refused(backbone: QwenImage) -> None:
-    with pytest.raises(ValueError, match=r"steps must be at least 2 .* found 1"):
+    with pytest.raises(ValueError, match=r"steps must be at least 2 .* got 1"):
         backbone.schedule(1)
 
 
@@ -197,7 +197,7 @@ def test_other_models_of_the_class_are_refused(variant: str, folders: Folders, t
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"height": 18}, "height must be a positive multiple of 4, found 18; nearest: 16"),
+        ({"height": 18}, "height must be a positive multiple of 4, got 18; nearest: 16"),
         ({"frames": 5}, "frames must be 1"),
     ],
 )
@@ -207,5 +207,5 @@ def test_sizes_that_do_not_fit_are_refused(options: dict[str, Any], message: str
 
 
 def test_more_text_than_the_pipeline_reads_is_refused(folders: Folders) -> None:
-    with pytest.raises(ValueError, match="text_tokens must be at most 1024 for qwen-image, found 2000"):
+    with pytest.raises(ValueError, match="text_tokens must be at most 1024 for qwen-image, got 2000"):
         load(folders("qwen-image"), text_tokens=2000)

@@ -83,7 +83,7 @@ def test_sizes_beyond_the_positions_are_refused(side: str, folders: Folders) -> 
     allowed: dict[str, Any] = {side: 48}
     beyond: dict[str, Any] = {side: 52}
     assert load(folders("sd3.5-medium"), **allowed).latent_shape.count(24) == 1
-    with pytest.raises(ValueError, match=f"{side} must be at most 48, where the model's positions end, found 52"):
+    with pytest.raises(ValueError, match=f"{side} must be at most 48, where the model's positions end, got 52"):
         load(folders("sd3.5-medium"), **beyond)
 
 

@@ -188,7 +188,7 @@ def test_random_weights_need_no_file(name: str, folders: Folders) -> None:
 
 
 def test_random_weights_are_of_no_folder() -> None:
-    with pytest.raises(ValueError, match="random_weights needs neither path nor revision, found None and 'main'"):
+    with pytest.raises(ValueError, match="random_weights needs neither path nor revision, got None and 'main'"):
         load_backbone("flux-dev", random_weights=True, revision="main")
 
 

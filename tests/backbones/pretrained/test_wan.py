@@ -48,14 +48,14 @@ def listen(module: nn.Module) -> list[Tensor]:
 
 @pytest.mark.parametrize(("frames", "near"), [(6, 5), (8, 9), (0, 1), (-3, 1), (80, 81)])
 def test_frames_come_in_fours_and_one(frames: int, near: int, folders: Folders) -> None:
-    with pytest.raises(ValueError, match=rf"frames must be 4 k \+ 1, found {frames}; nearest: {near}$"):
+    with pytest.raises(ValueError, match=rf"frames must be 4 k \+ 1, got {frames}; nearest: {near}$"):
         load(folders(ONE), frames=frames)
 
 
 def test_sizes_that_do_not_fit_are_refused(folders: Folders) -> None:
-    with pytest.raises(ValueError, match="width must be a positive multiple of 8, found 20; nearest: 16"):
+    with pytest.raises(ValueError, match="width must be a positive multiple of 8, got 20; nearest: 16"):
         load(folders(ONE), width=20)
-    with pytest.raises(ValueError, match="height must be a positive multiple of 16, found 24"):
+    with pytest.raises(ValueError, match="height must be a positive multiple of 16, got 24"):
         load(folders(TOKENS), TOKENS, height=24)  # its VAE makes a latent of twice as many pixels
 
 

@@ -105,7 +105,7 @@ def test_guidance_is_one_more_than_the_pipelines(folders: Folders) -> None:
 
 
 def test_turbo_refuses_guidance(folders: Folders) -> None:
-    with pytest.raises(ValueError, match=r"guidance: z-image-turbo is distilled .* found 4"):
+    with pytest.raises(ValueError, match=r"guidance: z-image-turbo is distilled .* got 4"):
         load(folders).policy(PROMPTS, 4.0)
 
 
@@ -122,6 +122,6 @@ def test_a_prompt_is_cut_at_text_tokens(folders: Folders) -> None:
 
 
 def test_sizes_are_whole_tokens(folders: Folders) -> None:
-    with pytest.raises(ValueError, match="width must be a positive multiple of 4, found 18"):
+    with pytest.raises(ValueError, match="width must be a positive multiple of 4, got 18"):
         load(folders, width=18)
     assert load(folders, width=20, height=12).latent_shape == (4, 6, 10)

@@ -16,7 +16,7 @@ from torch.utils.benchmark.utils.timer import timer
 from tqdm import tqdm
 
 from analysis.measure.cache import Arrays
-from analysis.measure.estimators import Estimator, with_knots
+from analysis.measure.estimators import Estimator, measured
 from analysis.measure.job import Job
 from analysis.measure.knot_search import Knots
 from analysis.measure.rivals import per_sample, rivals
@@ -71,9 +71,8 @@ def judge_plans(job: Job, settings: Calibrate, eta: float) -> Knots | None:
 
 
 def few_passes(job: Job, settings: Calibrate, knots: Knots) -> list[Estimator]:
-    """The causal plans whose signal is measured, to be judged by their cosine as well."""
-    counts = [k for k in settings.signal_passes if k in knots["causal"]]
-    return [with_knots(job.sigmas, "causal", knots["causal"][k]) for k in counts]
+    """Makes the plans whose signal is measured and that may be recommended, to be judged by their cosine as well."""
+    return measured(job.sigmas, knots, settings.signal_passes, recommended=True)
 
 
 def run(settings: Calibrate, out: Path) -> Record:

@@ -122,6 +122,12 @@ def with_knots(sigmas: Tensor, family: str, knots: tuple[int, ...]) -> Estimator
     return _one(f"{family}-{len(knots)}", label, family, find_estimator(family).build(sigmas, knots), knots=list(knots))
 
 
+def measured(sigmas: Tensor, knots: Knots, counts: Sequence[int], *, recommended: bool) -> list[Estimator]:
+    """Makes plans on searched knots with these numbers of passes, of the families that may be recommended or not."""
+    families = [e.name for e in estimators(recommended=recommended) if e.name in knots]
+    return [with_knots(sigmas, f, knots[f][count]) for f in families for count in counts if count in knots[f]]
+
+
 def predicted(sigmas: Tensor, knots: Knots, counts: Sequence[int]) -> list[Estimator]:
     """Causal plans on predicted knots, with these numbers of passes; whole updates only."""
     found = []

@@ -26,7 +26,7 @@ from analysis.measure.similarity import Similarity, cross_cosines, similarity, s
 from analysis.measure.spaces import gram_matrix, inner_product_error
 from analysis.measure.study import Recipe, Study
 from analysis.statistics.intervals import leak_test
-from analysis.statistics.names import METRICS
+from analysis.statistics.names import METRICS, registered_families
 from analysis.statistics.parameter_kinds import ordered_blocks, parameter_blocks
 from jagg_core import ClippedSurrogate, Plan, exact_plan
 from jagg_core.backbones import Backbone, fingerprints_of, load_backbone
@@ -98,11 +98,12 @@ class Job:
         places = ("path=", "prompts=", "revision=", "weights=")
         self.options = [o for o in settings.backbone_options if not o.startswith(places)]
         self.weights = weights_version(policy)
+        families = {name: f.describe() for name, f in registered_families(settings.estimators).items()}
         self.record = Record(
             kind=kind,
             command=command_line(),
             backbone=settings.backbone,
-            settings=asdict(settings),
+            settings=asdict(settings) | {"families": families},
             seeds={},
             schedule=self.sigmas.tolist(),
             environment=environment() | ({"rewards": self.reward_versions} if self.reward_versions else {}),

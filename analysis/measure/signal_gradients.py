@@ -38,11 +38,11 @@ SIDE_PASSES = (8, 5)
 def core(
     sigmas: Tensor, windows: Sequence[int], jagg_frac: float, knots: Knots, passes: Sequence[int]
 ) -> list[Estimator]:
-    """Exact, causal plans, the paper's recipe and its rule on all groups: what the decision is about."""
+    """Makes exact, plans that may be recommended, and the paper's rule: recipe and all groups."""
     found = [estimators.exact(sigmas)]
     for window in windows[:2]:
         found += [estimators.grouped(sigmas, "jagg", window, frac) for frac in dict.fromkeys((jagg_frac, 1.0))]
-    found += [estimators.with_knots(sigmas, "causal", knots["causal"][k]) for k in passes if k in knots["causal"]]
+    found += estimators.measured(sigmas, knots, passes, recommended=True)
     return estimators.distinct([*found, found[0]])  # what equals exact is called exact
 
 
@@ -52,7 +52,7 @@ def contenders(sigmas: Tensor, windows: Sequence[int], knots: Knots) -> list[Est
     for window in windows:
         count = len(groups_of(sigmas.shape[-1], window))
         found += [estimators.grouped(sigmas, "jagg", window, routed / count) for routed in range(1, count + 1)]
-    found += [estimators.with_knots(sigmas, "spline", knots["spline"][k]) for k in SIDE_PASSES if k in knots["spline"]]
+    found += estimators.measured(sigmas, knots, SIDE_PASSES, recommended=False)
     return found + estimators.predicted(sigmas, knots, SIDE_PASSES)
 
 

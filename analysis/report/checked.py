@@ -8,8 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from analysis.statistics.names import families
-from jagg_core.plans import find_estimator
+from analysis.statistics.names import families_of
 from jagg_core.records import Record
 from jagg_core.strict_json import RecordError
 
@@ -55,8 +54,6 @@ NUMBER, COUNT, TEXT, TRUTH = (
 NUMBERS, COUNTS = ("a list of numbers", _list_of(_is_number)), ("a list of integers", _list_of(_is(int)))
 TEXTS, MAPPING = ("a list of texts", _list_of(_is(str))), ("an object", _is(dict))
 
-FAMILY = (f"one of {families()}", lambda value: isinstance(value, str) and value in families())
-
 Expected = dict[str, tuple[str, Callable[[Any], bool]]]
 
 PARTS: Expected = {
@@ -75,10 +72,13 @@ SETTINGS: Expected = {
     **dict.fromkeys(("estimator", "label", "centring", "arm", "reward"), TEXT),
     **dict.fromkeys(("anticipating", "headline"), TRUTH),
     **dict.fromkeys(("windows", "knots"), COUNTS),
-    "family": FAMILY,
     "etas": NUMBERS,
     "watched": TEXTS,
     "recipe": MAPPING,
+    "families": (
+        "an object of objects",
+        lambda value: isinstance(value, dict) and all(map(MAPPING[1], value.values())),
+    ),
 }
 """Settings of a record or of one of its cells, wherever there is one of that name."""
 
@@ -89,27 +89,31 @@ CELL_SETTINGS: Expected = {**SETTINGS, "passes": COUNT_OR_COUNTS}
 
 
 def read_record(path: Path) -> Record:
-    """A record whose parts are `Fields`.
+    """Reads a record whose parts are `Fields`. No module that it names is imported.
 
     Raises:
         RecordError: damaged; names the file, the field, and what is wrong with it.
     """
     record = Record.read(path)
     _check(PARTS, vars(record), f"{path}: ")
-    for name in record.settings.get("estimators", ()):
-        try:
-            find_estimator(name)  # a stranger's has to be importable here too
-        except ValueError as error:
-            raise RecordError(f"{path}: {error}") from error
     _check(SETTINGS, record.settings, f"{path}: settings.")
+    known = _families(record, path)
+    family = (f"one of {known}", lambda value: isinstance(value, str) and value in known)
     for name in ("settings", "environment", "seeds"):
         setattr(record, name, Fields(getattr(record, name), f"{path}: {name}"))
     for cell in record.cells:
         where = f"{path}: cell {cell.name!r}, "
-        _check(CELL_SETTINGS, cell.settings, f"{where}settings.")
+        _check({**CELL_SETTINGS, "family": family}, cell.settings, f"{where}settings.")
         for name in ("settings", "samples", "values"):
             setattr(cell, name, Fields(getattr(cell, name), f"{where}{name}"))
     return record
+
+
+def _families(record: Record, path: Path) -> list[str]:
+    try:
+        return list(families_of(record))
+    except RecordError as error:
+        raise RecordError(f"{path}: {error}") from error
 
 
 def _check(expected: Expected, values: Mapping[str, Any], where: str) -> None:

@@ -19,7 +19,6 @@ from matplotlib.ticker import MaxNLocator
 
 from analysis.statistics.names import families, family_label, family_style
 from analysis.statistics.parameter_kinds import ordered_blocks
-from jagg_core.plans import ESTIMATORS, estimators
 
 ARM_LABELS = {
     "exact-again": "exact, timed again (noise floor)",
@@ -41,8 +40,13 @@ ARM_LABELS = {
 
 
 def in_groups() -> list[str]:
-    """Lists the estimators that take a window."""
-    return [e.name for e in estimators(kind="groups")]
+    """Lists the families that take a window."""
+    return [family.name for family in families().values() if family.kind == "groups"]
+
+
+def in_front() -> list[str]:
+    """Lists the families of the Pareto front."""
+    return [family.name for family in families().values() if family.in_front]
 
 
 def arm_label(name: str) -> str:
@@ -118,11 +122,11 @@ def pareto_front(table: pd.DataFrame, paper: str) -> Figure:
         for eta, axes in panels.items():
             # a logarithmic axis cannot show the plans that are exact
             part = table[(table["eta"] == eta) & (table["cosine"] < 1 - 1e-9)]
-            for family in [e.name for e in estimators(in_front=True)]:
+            for family in in_front():
                 data = part[part["best"] & (part["family"] == family)].sort_values("passes")
                 colour, marker, line = family_style(family)
                 label = family_label(family)
-                if ESTIMATORS[family].kind == "groups":
+                if family in in_groups():
                     label += ", best of every W and fraction"
                 loss = 1 - data["cosine"]
                 axes.semilogy(
@@ -217,9 +221,7 @@ def knot_placement(table: pd.DataFrame, schedule: list[float]) -> Figure:
 
 def block_heat_map(table: pd.DataFrame) -> Figure:
     """Cosine of the whole update in each block of parameters, a row per estimator that is not exact."""
-    table = table[
-        (table["eta"] == table["eta"].max()) & table["family"].isin([e.name for e in estimators(in_front=True)])
-    ]
+    table = table[(table["eta"] == table["eta"].max()) & table["family"].isin(in_front())]
     # another fraction that routes as many groups is the same plan under the same label
     table = table.sort_values(["passes", "family"], ascending=[False, True]).drop_duplicates(["label", "block"])
     wide = table.pivot(index="label", columns="block", values="cosine").astype(float).loc[table["label"].unique()]

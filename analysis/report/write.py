@@ -17,6 +17,7 @@ from analysis.report.fidelity.printable import printable
 from analysis.report.fidelity.recommendation import calibration, lines_to_paste
 from analysis.report.fidelity.sentences import findings, paper_estimator
 from analysis.report.page import data_uri, render, write_tables_and_figures
+from analysis.statistics.names import families_of, showing
 from bench.noise import noise_findings
 from jagg_core.files import write_atomically
 from jagg_core.records import Record
@@ -57,7 +58,7 @@ def write_report(run: Path) -> tuple[Path, dict[str, pd.DataFrame], list[str]]:
     if not (run / "record.json").exists():
         raise RecordError(f"{run} holds no record.json: is it the folder of a finished run?")
     record = read_record(run / "record.json")
-    with told(run / "record.json"):
+    with told(run / "record.json"), showing(families_of(record)):
         return _write(run, record)
 
 

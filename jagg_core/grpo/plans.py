@@ -34,8 +34,8 @@ def make_plan(settings: PlanSettings, sigmas: Tensor, seed: int, trajectory: Tra
         return Plan.from_calibration(
             settings.calibration,
             settings.passes,
-            family=estimator.knots_of,
-            predict=shifted(settings),
+            family=estimator.name,
+            predict=settings.predict,
             trajectory=trajectory,
         )
     return find_estimator("causal-predicted" if shifted(settings) else estimator.name).build(sigmas, settings.knots)

@@ -244,7 +244,7 @@ class PlanSettings:
             if self.knots:
                 check_knots(self.knots, max(0, *self.knots) + 1)
             if self.calibration:
-                Plan.from_calibration(self.calibration, self.passes, family=find_estimator(self.estimator).knots_of)
+                Plan.from_calibration(self.calibration, self.passes, family=self.estimator)
         if self.predict and self.estimator != "causal":
             raise ValueError(f"predict is for the estimator causal, got {self.estimator}")
 

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
+import torch
+
 from jagg_core.checks import require_one_of
 from jagg_core.imports import import_object
 from jagg_core.plans.constructors import (
@@ -37,10 +39,12 @@ class Estimator:
         style: colour, marker and line of its figures.
         knots_of: for knots: the estimator whose searched knots it takes; its name if they are searched for it.
         in_front: whether it is judged at every number of passes and drawn in the Pareto front and the heat map.
-        recommended: whether a calibration may recommend it.
+        recommended: whether its learning signal is measured at every number of passes, and a calibration may
+            recommend it. Not for what looks ahead.
 
     Raises:
-        ValueError: an unknown kind, or searched knots for an estimator that takes none.
+        ValueError: an unknown kind, searched knots for an estimator that takes none, or a recommended one that looks
+            ahead.
     """
 
     name: str
@@ -59,6 +63,8 @@ class Estimator:
             object.__setattr__(self, "knots_of", self.name)
         if self.kind != "knots" and self.knots_of:
             raise ValueError(f"knots_of is for estimators of kind knots, got {self.knots_of!r} for kind {self.kind!r}")
+        if self.recommended and self.looks_ahead:
+            raise ValueError(f"recommended must be False for an estimator that looks ahead, got True for {self.name!r}")
 
     @property
     def searched(self) -> bool:
@@ -135,7 +141,7 @@ def find_estimator(name: str) -> Estimator:
     """Returns the registered estimator of a name, or registers what ``module:object`` names.
 
     The object is an `Estimator`, or a constructor ``(sigmas, knots) -> Plan``; that becomes an estimator with searched
-    knots, named as the function.
+    knots, named as the function. It may be recommended if its plans on a trial schedule do not look ahead.
 
     Raises:
         ValueError: an unknown name, or an object that is neither.
@@ -151,8 +157,22 @@ def find_estimator(name: str) -> Estimator:
             f"estimator {name!r} must be an Estimator or a constructor (sigmas, knots) -> Plan, got {named!r}"
         )
     title = getattr(named, "__name__", name.rpartition(":")[2]).removesuffix("_plan").replace("_", "-")
-    # whether it looks ahead depends on its weights: until a plan is built the bias has to be expected
-    return register_estimator(Estimator(title, title, "knots", named, looks_ahead=True, in_front=True))
+    ahead = looks_ahead(named)
+    return register_estimator(
+        Estimator(title, title, "knots", named, looks_ahead=ahead, in_front=True, recommended=not ahead)
+    )
+
+
+def looks_ahead(build: Callable[..., Plan]) -> bool:
+    """Says whether plans of a constructor ``(sigmas, knots) -> Plan`` look ahead, by those on a trial schedule.
+
+    True where it refuses the trial: a bias has to be expected.
+    """
+    sigmas = torch.linspace(1.0, 0.1, 8, dtype=torch.float64)
+    try:
+        return any(build(sigmas, knots).anticipating for knots in ((0, 4), (0, 1, 6), (0, 2, 5, 7)))
+    except (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError):
+        return True
 
 
 def estimators(**wanted: bool | str) -> Iterable[Estimator]:

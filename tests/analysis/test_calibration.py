@@ -297,7 +297,7 @@ def test_lines_name_guidance_and_options_where_there_are_any(record: Record) -> 
     recipe |= {"transition": "cps", "timestep_mode": "trunc_fp32"}
     settings = {"recipe": recipe, "reward": "ink", "backbone_options": ["path=a b", "lora_rank=4"]}
     changed = replace(record, settings=record.settings | settings)
-    plan = {"text": "", "passes": 2, "predict": True, "knots": [0, 5]}
+    plan = {"text": "", "family": "causal", "passes": 2, "predict": True, "knots": [0, 5]}
     [comment, command, call] = lines_to_paste(changed, 0.7, {"a": plan, "b": plan}, Path("some folder/c.json"))
     assert comment == "# eta 0.7, a and b"
     words = shlex.split(command)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -16,14 +16,22 @@ from analysis.report.digits import rounded
 from analysis.report.fidelity.signal_tables import TOO_FEW
 from analysis.report.fidelity.tables import per_group, routing, windows_of_paper
 from analysis.statistics.intervals import CLAIM_BATCHES, mean_interval
-from analysis.statistics.names import PER_PROMPT, USUAL
-from jagg_core.plans import estimators, groups_of
+from analysis.statistics.names import (
+    PER_PROMPT,
+    SHIFTED,
+    USUAL,
+    families_of,
+    grouped_name,
+    recommended_families,
+    searched_families,
+)
+from jagg_core.plans import groups_of
 from jagg_core.records import SCHEMA_VERSION, Cell, Record
 
 Frames = Mapping[str, pd.DataFrame]
 
-OURS = tuple(e.name for e in estimators(recommended=True))
-"""Families that may be recommended: what looks ahead is not."""
+SUBSETS = ("subsample", "window", "half")
+"""Families that train on a subset of the steps."""
 
 OF_A_MOMENT = ("cpu_mhz", "cuda_mhz", "load_average")
 """What a record's environment says of the moment it was made in."""
@@ -44,20 +52,18 @@ def calibration(record: Record, eta: float, frames: Frames | None = None) -> dic
     frames = {} if frames is None else frames
     signal = _at(frames.get("signal"), eta)
     plans: dict[str, dict[str, Any]] = {}
-    for family in [e.name for e in estimators(searched=True)]:
+    for family in searched_families(record, knots.values):
         plans[family] = {}
+        borrowing = [f.name for f in families_of(record).values() if f.knots_of == family != f.name]
         for passes, found in knots.values[family].items():
             plans[family][passes] = {
                 "knots": found["knots"],
                 "calibration_cosine": found["cosine"],
-                "held_out_cosine": _cosine(cells.get(f"eta={eta:g}/{family}-{passes}")),
-                "signal_loss": _loss(signal, f"{family}-{passes}"),
+                **_kept(record, eta, signal, family, int(passes)),
             }
-            if family == "causal":
-                plans[family][passes]["predicted"] = {
-                    "held_out_cosine": _cosine(cells.get(f"eta={eta:g}/causal-predicted-{passes}")),
-                    "signal_loss": _loss(signal, f"causal-predicted-{passes}"),
-                }
+            for name in borrowing:
+                key = "predicted" if name == SHIFTED else name
+                plans[family][passes][key] = _kept(record, eta, signal, name, int(passes))
     return {
         "kind": "calibration",
         "schema_version": SCHEMA_VERSION,
@@ -85,7 +91,8 @@ def _windows(record: Record, eta: float, frames: Frames) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for window, own in fractions.groupby("window") if len(fractions) else ():
         asked = own[own["asked_for"]].iloc[0]
-        cells = groups[(groups["eta"] == eta) & (groups["estimator"] == f"jagg-w{window}-f1")]
+        name = grouped_name(len(record.schedule), "jagg", int(window), 1.0)
+        cells = groups[(groups["eta"] == eta) & (groups["estimator"] == name)]
         by_signal = frac_by_signal(record, signal, int(window))
         found[str(window)] = {
             "jagg_frac": asked["jagg_frac"],
@@ -120,7 +127,7 @@ def frac_by_signal(record: Record, signal: pd.DataFrame, window: int) -> dict[st
     found = {"jagg_frac": 0.0, "low": 0.0, "high": 0.0}
     going = {"jagg_frac": "loss", "low": "loss_high", "high": "loss_low"}
     for routed in range(1, count + 1):
-        row = signal[signal["estimator"] == f"jagg-w{window}-f{routed / count:g}"]
+        row = signal[signal["estimator"] == grouped_name(len(record.schedule), "jagg", window, routed / count)]
         if not len(row) or pd.isna(row["loss"].iloc[0]):
             return None
         for key, column in list(going.items()):
@@ -135,7 +142,7 @@ def recommended(record: Record, eta: float, frames: Frames) -> dict[str, Any]:
     """The plans to run, for a minimum cosine and, where it was measured, for a maximum loss of signal."""
     found: dict[str, Any] = {}
     for target in record.settings.get("min_cosine", 0.97), 0.99:
-        cell = fewest_passes(record, eta, target, OURS)
+        cell = fewest_passes(record, eta, target, recommended_families(record))
         text = recommend(record, eta, target)
         if text is not None:
             key = f"cosine >= {target:g}"
@@ -144,7 +151,8 @@ def recommended(record: Record, eta: float, frames: Frames) -> dict[str, Any]:
     if len(signal):
         target = record.settings["max_signal_loss"]
         text, estimator = recommend_signal(record, signal)
-        cell = None if estimator is None else record.cell(f"eta={eta:g}/signal/per prompt/{estimator}")
+        about = {"eta": eta, "centring": PER_PROMPT, "estimator": estimator}
+        cell = next((c for c in record.cells if all(c.settings.get(k) == v for k, v in about.items())), None)
         found[f"signal loss <= {target:g}"] = {"text": text} | ({} if cell is None else _plan_of(cell))
     return found
 
@@ -154,10 +162,10 @@ def lines_to_paste(record: Record, eta: float, found: Mapping[str, Any], file: P
 
     ``file`` is the calibration that holds the plans.
     """
-    targets: dict[tuple[int, bool], list[str]] = {}
+    targets: dict[tuple[str, int, bool], list[str]] = {}
     for target, plan in found.items():
         if "passes" in plan:
-            targets.setdefault((plan["passes"], plan["predict"]), []).append(target)
+            targets.setdefault((plan["family"], plan["passes"], plan["predict"]), []).append(target)
     recipe = record.settings["recipe"]
     shared = ["--preset", record.settings["preset"]] if record.settings.get("preset") else []
     shared += ["--model.backbone", record.backbone, "--reward.name", record.settings["reward"]]
@@ -175,11 +183,16 @@ def lines_to_paste(record: Record, eta: float, found: Mapping[str, Any], file: P
         if record.settings.get("preset") or recipe.get(name, usual) != usual:
             shared += [f"--rollout.{name}", recipe.get(name, usual)]
     lines = []
-    for (passes, predict), reached in targets.items():
-        plan = ["--plan.estimator", "causal", "--plan.passes", str(passes), "--plan.predict", str(predict).lower()]
+    for (family, passes, predict), reached in targets.items():
+        estimator = families_of(record)[family].source or family
+        plan = ["--plan.estimator", estimator, "--plan.passes", str(passes)]
+        options = f"family={estimator!r}, "
+        if family == "causal":
+            plan += ["--plan.predict", str(predict).lower()]
+            options = f"predict={predict}, "
         command = ["python", "-m", "jagg_core", "train", *shared, *plan, "--plan.calibration", file.as_posix()]
         command += ["--out", f"results/{record.backbone.replace(':', '-')}-training"]
-        call = f"Plan.from_calibration({file.as_posix()!r}, passes={passes}, predict={predict}, trajectory=trajectory)"
+        call = f"Plan.from_calibration({file.as_posix()!r}, passes={passes}, {options}trajectory=trajectory)"
         lines += [f"# eta {eta:g}, {' and '.join(reached)}", shlex.join(command), call]
     return lines
 
@@ -233,19 +246,21 @@ def _bound_text(record: Record, eta: float, cell: Cell) -> str:
 
 def recommend(record: Record, eta: float, target: float) -> str | None:
     """The plan with the fewest passes that reaches a mean cosine, in words; None without judged plans."""
-    judged = [cell for family in OURS for cells in _by_passes(record, eta, family) for cell in cells]
+    ours = recommended_families(record)
+    judged = [cell for family in ours for cells in _by_passes(record, eta, family) for cell in cells]
     if not judged:
         return None
     where = f"eta {eta:g}, cosine of at least {target:g}: "
     most = max(mean_interval(cell.samples["cosine"]).n for cell in judged)
     if most < CLAIM_BATCHES:
         return f"{where}no claim, n = {most} batches; at least {CLAIM_BATCHES} are needed."
-    best = fewest_passes(record, eta, target, OURS)
+    best = fewest_passes(record, eta, target, ours)
     if best is None:
-        return f"{where}no causal plan that was judged reaches it (n = {most} batches)."
+        kinds = _called([cell.settings["family"] for cell in judged])
+        return f"{where}no {kinds} plan that was judged reaches it (n = {most} batches)."
     text = (
-        f"{where}run the causal plan with {best.settings['passes']} of {len(record.schedule)} passes, "
-        f"{_knots_of(best)}: {_mean(best):.4f}, {_bound_text(record, eta, best)}"
+        f"{where}run the {_called([best.settings['family']])} plan with {best.settings['passes']} of "
+        f"{len(record.schedule)} passes, {_knots_of(best)}: {_mean(best):.4f}, {_bound_text(record, eta, best)}"
     )
     windows = windows_of_paper(record, eta)
     if not windows:
@@ -281,17 +296,18 @@ def recommend_signal(record: Record, signal: pd.DataFrame) -> tuple[str, str | N
         f"eta {eta:g}, at most {target:.0%} of the learning signal lost in an update of {settings['update_samples']} "
     )
     where += f"samples (reward {settings['reward']}): "
-    ours = signal[signal["family"].isin(OURS)].sort_values("passes")
+    candidates = recommended_families(record)
+    ours = signal[signal["family"].isin(candidates)].sort_values("passes")
     if len(ours) and ours["loss"].isna().all():
         told = int(signal["samples"].iloc[0])
         return f"{where}the signal itself cannot be told from zero with {told} samples; take more of them.", None
-    row = fewest_kept(signal, OURS)
+    row = fewest_kept(signal, candidates)
     if row is None and len(ours) and (ours["verdict"] == TOO_FEW).any():
         return f"{where}no claim, n = {int(ours['n'].max())} batches; at least {CLAIM_BATCHES} are needed.", None
     if row is None:
         open_ones = ours[ours["verdict"] == "cannot be told apart"].dropna(subset=["samples_to_tell"])
         if not len(open_ones):
-            return f"{where}none of the causal plans that were measured.", None
+            return f"{where}none of the {_called(ours['family'].tolist())} plans that were measured.", None
         row = open_ones.loc[open_ones["samples_to_tell"].idxmin()]
         return (
             f"{where}cannot be told with {row['samples']} samples; about {int(row['samples_to_tell'])} would tell it "
@@ -303,7 +319,7 @@ def recommend_signal(record: Record, signal: pd.DataFrame) -> tuple[str, str | N
     if paper is not None:
         text += f"; the paper's rule needs {paper['passes']} ({paper['label']}: {_percent(paper)}), judged at "
         text += windows_of_paper(record, eta, PER_PROMPT)
-    rival = fewest_kept(signal, ("subsample", "window", "half"))
+    rival = fewest_kept(signal, SUBSETS)
     if rival is not None:
         text += f"; of the rivals '{rival['label']}' keeps it with {rival['passes']} passes ({_percent(rival)})"
     else:
@@ -315,30 +331,37 @@ def _percent(row: pd.Series) -> str:
     return f"loss {row['loss']:.1%} [{row['loss_low']:.1%}, {row['loss_high']:.1%}], n = {int(row['n'])}"
 
 
+def _called(families: Sequence[str]) -> str:
+    """Names the families of some plans: ``causal``, or ``causal or nearest``; shifted knots are causal plans too."""
+    return " or ".join(dict.fromkeys("causal" if name == SHIFTED else name for name in families)) or "causal"
+
+
 def _knots_of(cell: Cell) -> str:
-    return ("predicted " if cell.settings["family"] == "causal-predicted" else "") + f"knots {cell.settings['knots']}"
+    return ("predicted " if cell.settings["family"] == SHIFTED else "") + f"knots {cell.settings['knots']}"
 
 
 def _plan_of(cell: Cell) -> dict[str, Any]:
-    predict = cell.settings["family"] == "causal-predicted"
+    """Describes a plan as `jagg_core.Plan.from_calibration` takes it; shifted knots are ``predict`` of causal."""
+    shifted = cell.settings["family"] == SHIFTED
     return {
-        "family": "causal",
+        "family": "causal" if shifted else cell.settings["family"],
         "passes": cell.settings["passes"],
-        "predict": predict,
+        "predict": shifted,
         "knots": cell.settings["knots"],
     }
 
 
-def _cosine(cell: Cell | None) -> dict[str, Any] | None:
-    return None if cell is None else asdict(mean_interval(cell.samples["cosine"], "cosine"))
-
-
-def _loss(signal: pd.DataFrame, estimator: str) -> dict[str, Any] | None:
-    row = signal[signal["estimator"] == estimator] if len(signal) else signal
-    if not len(row):
-        return None
-    one = row.iloc[0]
-    return {key: _number(one[name]) for key, name in (("value", "loss"), ("low", "loss_low"), ("high", "loss_high"))}
+def _kept(record: Record, eta: float, signal: pd.DataFrame, family: str, passes: int) -> dict[str, Any]:
+    """Collects what a plan keeps: its cosine on held-out rollouts, and its loss of signal; None where not measured."""
+    judged = [cells for cells in _by_passes(record, eta, family) if cells[0].settings["passes"] == passes]
+    row = signal[(signal["family"] == family) & (signal["passes"] == passes)] if len(signal) else signal
+    loss = None
+    if len(row):
+        one = row.iloc[0]
+        ends = (("value", "loss"), ("low", "loss_low"), ("high", "loss_high"))
+        loss = {key: _number(one[name]) for key, name in ends}
+    cosine = asdict(mean_interval(judged[0][0].samples["cosine"], "cosine")) if judged else None
+    return {"held_out_cosine": cosine, "signal_loss": loss}
 
 
 def _at(frame: pd.DataFrame | None, eta: float) -> pd.DataFrame:

@@ -9,7 +9,7 @@ from analysis.report.fidelity.printable import with_n
 from analysis.report.fidelity.recommendation import recommend, recommend_signal
 from analysis.report.fidelity.signal_tables import TOO_FEW, UNTOLD
 from analysis.report.fidelity.tables import windows_of_paper
-from analysis.statistics.names import grouped_name
+from analysis.statistics.names import families_of, grouped_name, recommended_families
 from jagg_core.records import Record
 
 
@@ -26,12 +26,13 @@ def findings(record: Record, frames: dict[str, pd.DataFrame]) -> list[str]:
     """What the numbers say, in sentences; each only if its cells exist."""
     said = [QUICK] if record.settings.get("quick") else []
     steps = len(record.schedule)
+    families = families_of(record)
+    searched = [name for name in recommended_families(record) if families[name].knots_of == name]
     front = frames["pareto"]
     for eta in record.settings["etas"] if len(front) else ():
         part = front[front["eta"] == eta]
         paper = part[part["estimator"] == paper_estimator(record)]
-        causal = part[(part["family"] == "causal") & part["best"]].sort_values("passes")
-        if len(paper) and len(causal):
+        if len(paper) and part["family"].isin(searched).any():
             row = paper.iloc[0]
             said.append(
                 f"eta {eta:g}: the paper's recipe takes {row['passes']} of {steps} passes at cosine "
@@ -40,17 +41,10 @@ def findings(record: Record, frames: dict[str, pd.DataFrame]) -> list[str]:
             targets = sorted({0.97, 0.99, record.settings.get("min_cosine", 0.99)})
             said += [text for target in targets if (text := recommend(record, eta, target)) is not None]
             jagg = part[(part["family"] == "jagg") & part["best"]]
-            both = jagg.merge(causal, on="passes", suffixes=("_jagg", "_causal"))
-            below = both[both["cosine_causal"] < both["cosine_jagg"]]["passes"].unique().tolist()
-            where = f"lower at {', '.join(map(str, below))} passes" if below else "at least as high at all of them"
-            others = ", at least as high at the others" if 0 < len(below) < both["passes"].nunique() else ""
-            said.append(
-                f"eta {eta:g}: against the paper's rule with its best fraction and window of "
-                f"{windows_of_paper(record, eta)} at the same number of passes ({both['passes'].min()} to "
-                f"{both['passes'].max()}), causal's mean cosine is {where}{others}."
-                if len(both)
-                else f"eta {eta:g}: no common numbers of passes to compare."
-            )
+            for family, ours in part[part["family"].isin(searched) & part["best"]].groupby("family", sort=False):
+                said.append(
+                    f"eta {eta:g}: " + _against_the_rule(str(family), ours, jagg, windows_of_paper(record, eta))
+                )
     said += _fractions(frames["routing"])
     for cell in record.cells:
         if cell.name.endswith("/shipped") and cell.status == "ok":
@@ -63,7 +57,7 @@ def findings(record: Record, frames: dict[str, pd.DataFrame]) -> list[str]:
     said += _leaks(frames.get("centring", pd.DataFrame()))
     for _, row in frames["leak"].iterrows() if len(frames["leak"]) else ():
         all_groups = grouped_name(steps, "jagg", record.settings["windows"][0], 1.0)
-        if row["family"] == "causal" or row["estimator"] in (all_groups, paper_estimator(record)):
+        if row["family"] in searched or row["estimator"] in (all_groups, paper_estimator(record)):
             verdict = "is not zero" if row["p_value"] < 0.05 else "cannot be told from zero"
             recipe = " (the paper's recipe)" if row["estimator"] == paper_estimator(record) else ""
             said.append(
@@ -84,8 +78,22 @@ def findings(record: Record, frames: dict[str, pd.DataFrame]) -> list[str]:
     return said
 
 
+def _against_the_rule(family: str, ours: pd.DataFrame, rule: pd.DataFrame, windows: str) -> str:
+    """Compares a family's best plans with those of the paper's rule at equal passes."""
+    both = rule.merge(ours.sort_values("passes"), on="passes", suffixes=("_rule", "_ours"))
+    if not len(both):
+        return "no common numbers of passes to compare."
+    below = both[both["cosine_ours"] < both["cosine_rule"]]["passes"].unique().tolist()
+    where = f"lower at {', '.join(map(str, below))} passes" if below else "at least as high at all of them"
+    others = ", at least as high at the others" if 0 < len(below) < both["passes"].nunique() else ""
+    return (
+        f"against the paper's rule with its best fraction and window of {windows} at the same number of passes "
+        f"({both['passes'].min()} to {both['passes'].max()}), {family}'s mean cosine is {where}{others}."
+    )
+
+
 def _pairs(pairs: pd.DataFrame, record: Record) -> list[str]:
-    """Every causal plan beside the paper's recipe: is it better, and with how many more samples would one know?
+    """Compares every plan that may be recommended with the paper's recipe, and says how many more samples would tell.
 
     Undefined differences share a sentence.
     """
@@ -93,7 +101,9 @@ def _pairs(pairs: pd.DataFrame, record: Record) -> list[str]:
         return []
     paper, said = paper_estimator(record), []
     undefined: dict[tuple[float, int, int], list[str]] = {}
-    for _, row in pairs[(pairs["beside_name"] == paper) & pairs["plan_name"].str.startswith("causal-")].iterrows():
+    ours = recommended_families(record)
+    own_names = {cell.settings.get("estimator") for cell in record.cells if cell.settings.get("family") in ours}
+    for _, row in pairs[(pairs["beside_name"] == paper) & pairs["plan_name"].isin(own_names)].iterrows():
         plan = f"'{row['plan']}' ({row['plan_passes']} passes)"
         if pd.isna(row["difference"]):
             undefined.setdefault((row["eta"], row["beside_passes"], row["samples"]), []).append(plan)

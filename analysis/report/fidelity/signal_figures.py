@@ -7,7 +7,7 @@ import pandas as pd
 from matplotlib.figure import Figure
 
 from analysis.report.figures import PANEL_HEIGHT, legend_below, panels_by_eta, style
-from analysis.statistics.names import family_label, family_style
+from analysis.statistics.names import families, family_label, family_style
 
 BESIDE = 0.006
 """By how much families are drawn apart along the cost, so that their intervals do not hide each other. Not exact."""
@@ -54,10 +54,11 @@ def signal_per_cost(table: pd.DataFrame, samples: int) -> Figure:
 def loss_by_batch(table: pd.DataFrame, target: float) -> Figure:
     """Loss of learning signal against samples per update; the dashed line is the loss that is allowed.
 
-    Causal plans and the paper's rule, one of each number of passes, which the marker tells; the scale is linear up to
-    0.01 and logarithmic from there.
+    Plans on searched knots and the paper's rule, one for each number of passes, which the marker shows; the scale is
+    linear up to 0.01 and logarithmic from there.
     """
-    shown = table[table["family"].isin(["causal", "jagg"]) & table["loss"].notna()]
+    searched = [f.name for f in families().values() if f.recommended and f.knots_of == f.name]
+    shown = table[table["family"].isin(["jagg", *searched]) & table["loss"].notna()]
     with style():
         figure, panels = panels_by_eta(table)
         for eta, axes in panels.items():
@@ -71,8 +72,8 @@ def loss_by_batch(table: pd.DataFrame, target: float) -> Figure:
                         data["loss"],
                         color=colour,
                         marker=MARKERS[rank % len(MARKERS)],
-                        fillstyle="full" if family == "causal" else "none",
-                        linestyle="-" if family == "causal" else "--",
+                        fillstyle="full" if family in searched else "none",
+                        linestyle="-" if family in searched else "--",
                         markersize=4,
                         linewidth=1,
                         label=data["label"].iloc[0],

@@ -25,8 +25,7 @@ from analysis.statistics.learning_signal import (
     signal_samples,
     verdict,
 )
-from analysis.statistics.names import CENTRINGS, PER_PROMPT, grouped_name
-from jagg_core.plans import estimators
+from analysis.statistics.names import CENTRINGS, PER_PROMPT, families_of, grouped_name, recommended_families
 from jagg_core.records import Cell, Record
 
 UPDATE_SAMPLES = (8, 16, 32, 64, 128, 256, 512, 1024, 4096)
@@ -80,18 +79,14 @@ def by_batch(record: Record) -> pd.DataFrame:
     """The loss of signal in updates of other sizes: rollout noise hides a bias at small ones, not at large ones."""
     rows, steps = [], len(record.schedule)
     fracs = (record.settings["jagg_frac"], 1.0)
+    ours = recommended_families(record)
     shown = {grouped_name(steps, "jagg", window, frac) for window in record.settings["windows"] for frac in fracs}
     for cell, found in products_of(record):
-        if cell.settings["estimator"] in shown or cell.settings["family"] in OURS:
+        if cell.settings["estimator"] in shown or cell.settings["family"] in ours:
             scales = [size / cell_batch(record, cell) for size in UPDATE_SAMPLES]
             for size, loss in zip(UPDATE_SAMPLES, signal_losses(found, scales), strict=True):
                 rows.append(about(cell) | {"update_samples": size} | interval_columns("loss", loss))
     return pd.DataFrame(rows)
-
-
-OURS = tuple(e.name for e in estimators(recommended=True))
-PAIRED = ("jagg", *OURS)
-"""Families that are compared with each other, plan by plan."""
 
 
 def pairs(record: Record) -> pd.DataFrame:
@@ -102,11 +97,13 @@ def pairs(record: Record) -> pd.DataFrame:
     rollouts beyond those measured (``samples``); empty where the difference is told already, or undefined.
     """
     rows = []
+    recommended = recommended_families(record)
+    borrowing = [name for name in recommended if families_of(record)[name].knots_of != name]
     found = [
         (cell, products)
         for cell, products in products_of(record)
-        if cell.settings["family"] in PAIRED
-        and (products.m == products.n or cell.settings["family"] == "causal-predicted")
+        if cell.settings["family"] in ("jagg", *recommended)
+        and (products.m == products.n or cell.settings["family"] in borrowing)
     ]
     found.sort(key=lambda pair: pair[0].settings["passes"])
     for (cell, one), (other_cell, other) in combinations(found, 2):

@@ -10,10 +10,10 @@ import pandas as pd
 
 from analysis.statistics.intervals import Interval, leak_test, mean_interval
 from analysis.statistics.jagg_frac import calibrated_frac
-from analysis.statistics.names import METRICS, SCALES
+from analysis.statistics.names import METRICS, SCALES, families_of, searched_families
 from bench.noise import Ratio
 from bench.speed_ups import group_speed_ups
-from jagg_core.plans import estimators, groups_of
+from jagg_core.plans import groups_of
 from jagg_core.records import Cell, Record
 
 
@@ -83,10 +83,11 @@ def per_group(record: Record) -> pd.DataFrame:
 
 def pareto(record: Record) -> pd.DataFrame:
     """Cosine against passes for every plan that was judged; ``best`` marks the best of its family at its passes."""
+    families = families_of(record)
     rows = [
         about(cell) | interval_columns("cosine", mean_interval(cell.samples["cosine"], "cosine"))
         for cell in _estimator_cells(record)
-        if cell.settings["family"] in [e.name for e in estimators(in_front=True)]
+        if families[cell.settings["family"]].in_front
     ]
     frame = pd.DataFrame(rows)
     if rows:
@@ -146,7 +147,7 @@ def knots(record: Record) -> pd.DataFrame:
     rows = []
     for cell in record.cells:
         if cell.name.endswith("/knots") and cell.status == "ok":
-            for family in [e.name for e in estimators(searched=True)]:
+            for family in searched_families(record, cell.values):
                 for passes, found in cell.values[family].items():
                     row = {"eta": cell.settings["eta"], "family": family, "passes": int(passes)}
                     rows.append(row | {"knots": " ".join(map(str, found["knots"])), "cosine": found["cosine"]})

@@ -96,7 +96,7 @@ class PixelModule(nn.Module, ABC):
     def forward(self, latents: Tensor, sigma: Tensor, class_ids: Tensor) -> Tensor:
         """Velocity ``[N, tokens, channels]`` at ``latents`` (same shape), ``sigma`` [N] in [0, 1], classes [N]."""
         dtype = self.transformer.dtype
-        with self.timestep.tell(sigma):
+        with self.timestep.given(sigma):
             return self.call(latents.to(dtype), sigma.to(dtype), self.prompt_table(class_ids).to(dtype))
 
     @abstractmethod

@@ -1,9 +1,10 @@
-"""Models that people train, in diffusers' layout: a file per architecture, and what they share in `base`."""
+"""Published models in diffusers' layout: a file per architecture, and what they share in `base`."""
 
 from jagg_core.backbones.pretrained import flux, flux2, qwen_image, sd3, wan, z_image
-from jagg_core.backbones.pretrained.base import PretrainedBackbone, PublishedModel, Size
+from jagg_core.backbones.pretrained.base import PretrainedBackbone
 from jagg_core.backbones.pretrained.loading import load_pretrained
 from jagg_core.backbones.pretrained.policy import PretrainedPolicy
+from jagg_core.backbones.pretrained.published import PublishedModel, Size
 
 MODELS: tuple[PublishedModel, ...] = (
     *flux.MODELS,

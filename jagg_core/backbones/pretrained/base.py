@@ -1,21 +1,21 @@
-"""What text-to-image and text-to-video models in diffusers' layout have in common; a family adds one short file."""
+"""Base of text-to-image and text-to-video models in diffusers' layout; a family adds one short file."""
 
 from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from importlib.metadata import version
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from jagg_core.backbones.pretrained.folder import ModelFolder, require_whole
+from jagg_core.backbones.pretrained.folder import LOCAL, ModelFolder
 from jagg_core.backbones.pretrained.policy import PretrainedPolicy
 from jagg_core.backbones.pretrained.prompts import PROMPTS
+from jagg_core.backbones.pretrained.published import Calls, Configs, PublishedModel, Size
 from jagg_core.backbones.pretrained.text import (
     PromptEncoder,
     RandomTexts,
@@ -29,71 +29,14 @@ from jagg_core.backbones.repairs import ExactTimestep, dtype_argument
 from jagg_core.policy import guided
 from jagg_core.schedule import check_sigmas
 
-GuidanceMode = Literal["embedded", "cfg", "none"]
-"""How a model is guided: by a number it embeds, by a second velocity without the prompt, or not at all."""
-
-Calls = Literal["batched", "separate"]
-"""Whether the two velocities of classifier-free guidance are one call of twice the batch, or two calls."""
-
 DECODED_AT_ONCE = 4
 """Latents that go through the VAE together; it needs more memory for an image than the transformer."""
 
 
-@dataclass(frozen=True)
-class Size:
-    """What is drawn: pixels, and frames of a video (1 for images)."""
-
-    height: int
-    width: int
-    frames: int = 1
-
-
-@dataclass(frozen=True)
-class PublishedModel:
-    """A model as it was published.
-
-    Attributes:
-        name: under which it is registered.
-        hub_id: where its weights are.
-        licence: what the model card names.
-        parameters: of the transformer (of all transformers, where there are two).
-        config: of the transformer, as published.
-        family: what loads it.
-        guidance: how it is guided.
-        scale: guidance that its makers or the field's trainers use; 1 is none.
-        size: that the field's trainers use.
-        description: one line.
-        transformers: how many of this configuration there are.
-        vae: what the shape of latents depends on, of the VAE's configuration.
-    """
-
-    name: str
-    hub_id: str
-    licence: str
-    parameters: int
-    config: Mapping[str, Any]
-    family: type[PretrainedBackbone]
-    guidance: GuidanceMode
-    scale: float
-    size: Size
-    description: str
-    transformers: int = 1
-    vae: Mapping[str, Any] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class Configs:
-    """Configurations of the parts of a model folder, as diffusers stores them."""
-
-    transformer: Mapping[str, Any]
-    vae: Mapping[str, Any]
-    scheduler: Mapping[str, Any] = field(default_factory=dict)
-
-
 class PretrainedBackbone(ABC):
-    """A `jagg_core.backbones.Backbone` over a model folder. A subclass says what its architecture needs.
+    """A `jagg_core.backbones.Backbone` over a model folder. A subclass adds what its architecture needs.
 
-    Latents are what the pipeline hands its transformer: packed tokens for most models, else ``[C, (F,) H, W]``.
+    Latents are the input of the pipeline's transformer: packed tokens for most models, else ``[C, (F,) H, W]``.
     """
 
     transformer_class: ClassVar[str]
@@ -103,22 +46,22 @@ class PretrainedBackbone(ABC):
     vae_class: ClassVar[str]
     """Name of the diffusers class that decodes."""
     block_lists: ClassVar[tuple[str, ...]]
-    """Attributes of the transformer that hold its blocks: what is sharded and checkpointed."""
+    """Attributes of the transformer that hold its blocks, which are sharded and checkpointed."""
     lora_targets: ClassVar[tuple[str, ...]]
     """Names of the linear layers that LoRA adapts, as peft matches them."""
     tiny: ClassVar[Mapping[str, Any]]
     """A transformer configuration with a few thousand parameters and every kind of layer, for tests."""
     text_tokens: ClassVar[int]
-    """Tokens a prompt may have, unless ``text_tokens`` is given."""
+    """Default of the most tokens of a prompt."""
     most_text_tokens: ClassVar[int | None] = None
-    """What the pipeline allows; None: anything."""
+    """Most tokens that the pipeline allows; None: any number."""
     negative_prompt: ClassVar[str] = ""
-    """What classifier-free guidance contrasts the prompt with."""
+    """Default of the prompt that classifier-free guidance leads away from."""
     vae_dtype: ClassVar[torch.dtype | None] = None
-    """In which the VAE decodes; None is the transformer's."""
+    """Dtype of the VAE; None is the transformer's."""
 
     dataset: str | None = None
-    """No shipped classifier knows what these models draw."""
+    """No shipped classifier knows these models' images."""
 
     def __init__(
         self,
@@ -144,23 +87,24 @@ class PretrainedBackbone(ABC):
         self.max_text_tokens = self.text_tokens if text_tokens is None else text_tokens
         self.timestep = self.exact_timestep()
         self._vae: Any = None
-        self.text: TextStore | RandomTexts = self._random_texts() if folder is None else self._store(folder)
+        shape = self.text_shape(configs.transformer, self.max_text_tokens)
+        self.text = RandomTexts(shape, self.dtype) if folder is None else self._store(folder)
 
-    # What a family says of itself
+    # What a family defines
 
     @classmethod
     @abstractmethod
     def multiple(cls, configs: Configs) -> int:
-        """What height and width must be divisible by, in pixels."""
+        """Returns the pixels by which height and width must be divisible."""
 
     @classmethod
     @abstractmethod
     def shape_of(cls, configs: Configs, size: Size) -> tuple[int, ...]:
-        """Shape of one sample's latents."""
+        """Computes the shape of one sample's latents."""
 
     @classmethod
     def check_size(cls, configs: Configs, size: Size) -> None:
-        """Check a size that a user asked for.
+        """Checks a requested size.
 
         Raises:
             ValueError: it does not fit the model.
@@ -179,105 +123,94 @@ class PretrainedBackbone(ABC):
     @classmethod
     @abstractmethod
     def text_shape(cls, transformer: Mapping[str, Any], text_tokens: int) -> TextShape:
-        """Shape of a prompt of ``text_tokens`` tokens, as the pipeline encodes it for this configuration."""
+        """Computes the shape in which the pipeline encodes a prompt of ``text_tokens`` tokens."""
 
     @abstractmethod
     def exact_timestep(self) -> ExactTimestep:
-        """The transformer's time embedding, and what it multiplies sigma with."""
+        """Names the transformer's time embedding and its factor of sigma."""
 
     @abstractmethod
     def encode(self, pipeline: Any, prompt: str) -> Text:
-        """A prompt through the pipeline's own encoders, without padding that the model would not read."""
+        """Encodes a prompt by the pipeline, without padding that the model would not read."""
 
     @abstractmethod
     def call(self, latents: Tensor, sigma: Tensor, text: TextBatch, guidance: float | None) -> Tensor:
-        """The transformer's velocity ``[N, *latent_shape]``; all in its dtype, ``sigma`` [N] in [0, 1].
+        """Computes the velocity ``[N, *latent_shape]``; all in the transformer's dtype, ``sigma`` [N] in [0, 1].
 
-        ``guidance``: for a model that embeds it, None else.
+        ``guidance`` is None for a model that does not embed it.
         """
 
-    @abstractmethod
     def decode_latents(self, vae: Any, latents: Tensor) -> Tensor:
-        """Images ``[N, 3, H, W]`` or videos ``[N, 3, F, H, W]`` in [-1, 1], in the VAE's dtype."""
+        """Decodes to images ``[N, 3, H, W]`` or videos ``[N, 3, F, H, W]`` in [-1, 1], in the VAE's dtype."""
+        images: Tensor = vae.decode(latents / vae.config.scaling_factor + vae.config.shift_factor, return_dict=False)[0]
+        return images
 
     def schedule_arguments(self, steps: int) -> dict[str, Any]:
-        """What the pipeline gives the scheduler's ``set_timesteps`` besides the number of steps."""
+        """Returns the pipeline's arguments of the scheduler's ``set_timesteps``, without the number of steps."""
         return {}
 
-    def embedded(self, latents: Tensor, guidance: float | None) -> Tensor | None:
-        """``guidance`` as a transformer with ``guidance_embeds`` takes it, ``[N]`` fp32; None for one without.
-
-        Raises:
-            ValueError: the transformer embeds guidance and there is none.
-        """
-        if not self._transformer.config.guidance_embeds:
-            return None
-        if guidance is None:
-            raise ValueError(f"guidance: {self.name} embeds it and needs a number; usual: {self.model.scale}")
-        return latents.new_full([len(latents)], guidance, dtype=torch.float32)
-
     def combine(self, conditional: Tensor, unconditional: Tensor, scale: float) -> Tensor:
-        """Classifier-free guidance of two velocities, as the pipeline does it; fp32."""
+        """Combines two velocities by the pipeline's classifier-free guidance; fp32."""
         return guided(conditional, unconditional, scale)
 
     def unread(self) -> Sequence[nn.Module]:
-        """Modules whose output nothing reads, such as the end of a text stream. They get no gradient and are frozen."""
+        """Returns modules whose output is not read, such as the end of a text stream; they are frozen."""
         return ()
 
-    # What all have
+    # What all share
 
     @property
     def name(self) -> str:
-        """Registered name."""
+        """Returns the registered name."""
         return self.model.name
 
     @property
     def latent_shape(self) -> tuple[int, ...]:
-        """Shape of one sample's latents."""
+        """Returns the shape of one sample's latents."""
         return self.shape_of(self.configs, self.size)
 
     @property
     def device(self) -> torch.device:
-        """Device of the weights."""
+        """Returns the device of the weights."""
         return next(self.transformer.parameters()).device
 
     @property
     def dtype(self) -> torch.dtype:
-        """Dtype that the transformer computes in."""
+        """Returns the dtype that the transformer computes in."""
         return next(p.dtype for name, p in self.transformer.named_parameters() if "lora_" not in name)
 
     @property
     def transformer(self) -> nn.Module:
-        """The diffusers transformer that is trained, sharded and checkpointed."""
+        """Returns the diffusers transformer, which is trained, sharded and checkpointed."""
         transformer: nn.Module = self._transformer
         return transformer
 
     @property
     def text_fingerprint(self) -> str:
-        """What tells one model's text encoders from another's."""
+        """Identifies the text encoders by a digest."""
         return "random" if self.folder is None else self.folder.text_fingerprint
 
     def fingerprints(self) -> dict[str, str]:
-        """What tells the parts beside the transformer from another folder's, by name."""
+        """Identifies text encoders and VAE by digests."""
         vae = "random" if self.folder is None else self.folder.vae_fingerprint
         return {"text encoders": self.text_fingerprint, "VAE": vae}
 
     @property
     def parameters(self) -> int:
-        """Parameters of the transformer, without those of a LoRA."""
+        """Counts the transformer's parameters without those of a LoRA."""
         return sum(p.numel() for name, p in self.transformer.named_parameters() if "lora_" not in name)
 
     @property
     def blocks(self) -> list[nn.Module]:
-        """The transformer's blocks in order, for ``fully_shard`` and for activation checkpointing."""
+        """Returns the transformer's blocks in order, for ``fully_shard`` and for activation checkpointing."""
         return [block for name in self.block_lists for block in getattr(self._transformer, name)]
 
     def enable_gradient_checkpointing(self) -> None:
-        """Recompute block activations in the backward (diffusers' own switch)."""
+        """Makes the backward recompute the blocks' activations, by diffusers' switch."""
         self._transformer.enable_gradient_checkpointing()
 
     def policy(self, prompts: Sequence[str], guidance: float | None = None) -> PretrainedPolicy:
-        """A policy for these prompts, one per sample. ``guidance`` None is the model's usual one.
+        """Makes a policy for these prompts, one per sample. ``guidance`` None is the model's usual one.
 
         Raises:
             ValueError: no prompts, or a guidance that the model cannot follow.
@@ -288,11 +221,11 @@ class PretrainedBackbone(ABC):
         if not 0 < scale < math.inf:
             raise ValueError(f"guidance must be positive and finite, got {scale}")
         if self.model.guidance == "none" and scale != 1:
-            raise ValueError(f"guidance: {self.name} is distilled to be used without; allowed: 1, got {scale}")
+            raise ValueError(f"guidance must be 1 for {self.name}, which is distilled, got {scale}")
         return PretrainedPolicy(self, tuple(prompts), scale)
 
     def schedule(self, steps: int) -> Tensor:
-        """Sigmas of the pipeline's own scheduler, ``[steps + 1]``, fp64, the last one 0.
+        """Computes the sigmas of the pipeline's scheduler, ``[steps + 1]``, fp64, the last one 0.
 
         Raises:
             ValueError: fewer steps than the scheduler can do, or a model without its folder.
@@ -300,7 +233,7 @@ class PretrainedBackbone(ABC):
         import diffusers
 
         if self.folder is None:
-            raise ValueError(f"schedule: {self.name} with random weights has none of its own; allowed: dance")
+            raise ValueError(f"schedule must be dance for {self.name} with random weights, which has no scheduler")
         if steps < 1:
             raise ValueError(f"steps must be at least 1, got {steps}")
         scheduler = diffusers.FlowMatchEulerDiscreteScheduler.from_config(self.scheduler_config())
@@ -308,54 +241,42 @@ class PretrainedBackbone(ABC):
         return check_sigmas(scheduler.sigmas)
 
     def scheduler_config(self) -> dict[str, Any]:
-        """Configuration of the flow-matching scheduler that the folder's own scheduler amounts to."""
+        """Returns the configuration of a flow-matching scheduler that equals the folder's."""
         return {key: value for key, value in self.configs.scheduler.items() if not key.startswith("_")}
 
     def decode(self, latents: Tensor) -> Tensor:
-        """Latents ``[N, *latent_shape]`` to images ``[N, 3, H, W]`` in [0, 1], fp32. Of a video the middle frame."""
-        images = self.decode_video(latents)
-        return images[:, :, images.shape[2] // 2]
+        """Decodes latents ``[N, *latent_shape]`` to images ``[N, 3, H, W]`` in [0, 1], fp32; a video's middle frame."""
+        frames = self.decode_video(latents)
+        return frames[:, :, frames.shape[2] // 2]
 
     def decode_video(self, latents: Tensor) -> Tensor:
-        """Latents ``[N, *latent_shape]`` to frames ``[N, 3, F, H, W]`` in [0, 1], fp32; an image is one frame."""
+        """Decodes latents ``[N, *latent_shape]`` to frames ``[N, 3, F, H, W]`` in [0, 1], fp32; F is 1 for images."""
         if self._vae is None:
             self._vae = self._load_vae()
-        vae = self._vae
-        parts = latents.to(self.device, vae.dtype).split(DECODED_AT_ONCE)
-        images = torch.cat([self.decode_latents(vae, part).float() for part in parts])
+        parts = latents.to(self.device, self._vae.dtype).split(DECODED_AT_ONCE)
+        images = torch.cat([self.decode_latents(self._vae, part).float() for part in parts])
         frames = images.unsqueeze(2) if images.ndim == 4 else images
         return (frames / 2 + 0.5).clamp(0, 1)
 
     @classmethod
     def load_transformer(cls, folder: ModelFolder, dtype: torch.dtype) -> nn.Module:
-        """The transformer of a folder, on the CPU."""
-        import diffusers
-
-        load = getattr(diffusers, cls.transformer_class).from_pretrained
-        transformer: nn.Module = load(folder.path, subfolder="transformer", **dtype_argument(dtype), **LOCAL)
-        return require_whole(transformer, folder, "transformer")
+        """Loads the transformer of a folder, on the CPU."""
+        transformer: nn.Module = folder.load("transformer", cls.transformer_class, dtype)
+        return transformer
 
     @classmethod
     def build(cls, model: PublishedModel) -> nn.Module:
-        """The transformer of a published configuration, with random weights."""
+        """Builds the transformer of a published configuration, with random weights."""
         import diffusers
 
         transformer: nn.Module = getattr(diffusers, cls.transformer_class).from_config(dict(model.config))
         return transformer
 
     def _load_vae(self) -> Any:
-        import diffusers
-
-        folder = self.folder
-        if folder is None:
+        if self.folder is None:
             raise ValueError(f"{self.name} with random weights has no VAE: its samples cannot be decoded")
-        load = getattr(diffusers, self.vae_class).from_pretrained
-        vae = load(folder.path, subfolder="vae", **dtype_argument(self.vae_dtype or self.dtype), **LOCAL)
-        return require_whole(vae, folder, "vae").to(self.device).eval().requires_grad_(False)
-
-    def _random_texts(self) -> RandomTexts:
-        shape = self.text_shape(self.configs.transformer, self.max_text_tokens)
-        return RandomTexts(shape, self.dtype)
+        vae = self.folder.load("vae", self.vae_class, self.vae_dtype or self.dtype)
+        return vae.to(self.device).eval().requires_grad_(False)
 
     def _store(self, folder: ModelFolder) -> TextStore:
         key = (type(self).__name__, str(self.max_text_tokens), str(self.dtype), folder.text_fingerprint)
@@ -375,9 +296,5 @@ class PretrainedBackbone(ABC):
 
     @classmethod
     def without_networks(cls) -> dict[str, Any]:
-        """Parts of the pipeline that encoding a prompt does not need."""
+        """Names the parts of the pipeline that encoding a prompt does not need."""
         return {"transformer": None, "vae": None}
-
-
-LOCAL: dict[str, Any] = {"local_files_only": True, "use_safetensors": True}
-"""Every part is read from the folder alone, and never unpickled."""

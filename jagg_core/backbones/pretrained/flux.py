@@ -9,8 +9,15 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from jagg_core.backbones.pretrained.base import PublishedModel, Size
-from jagg_core.backbones.pretrained.packed import EIGHT_PIXELS, PackedBackbone, grid_ids, token_shift, unpack
+from jagg_core.backbones.pretrained.packed import (
+    EIGHT_PIXELS,
+    JOINT_ATTENTION,
+    PackedBackbone,
+    grid_ids,
+    token_shift,
+    unpack,
+)
+from jagg_core.backbones.pretrained.published import PublishedModel
 from jagg_core.backbones.pretrained.text import Text, TextBatch, TextShape
 from jagg_core.backbones.repairs import ExactTimestep
 
@@ -23,14 +30,7 @@ class Flux(PackedBackbone):
     vae_class = "AutoencoderKL"
     block_lists = ("transformer_blocks", "single_transformer_blocks")
     lora_targets = (
-        "attn.to_q",
-        "attn.to_k",
-        "attn.to_v",
-        "attn.to_out.0",
-        "attn.add_q_proj",
-        "attn.add_k_proj",
-        "attn.add_v_proj",
-        "attn.to_add_out",
+        *JOINT_ATTENTION,
         "ff.net.0.proj",
         "ff.net.2",
         "ff_context.net.0.proj",
@@ -54,24 +54,21 @@ class Flux(PackedBackbone):
 
     @classmethod
     def text_shape(cls, transformer: Mapping[str, Any], text_tokens: int) -> TextShape:
-        """See `PretrainedBackbone`."""
         return TextShape(text_tokens, transformer["joint_attention_dim"], transformer["pooled_projection_dim"])
 
     def exact_timestep(self) -> ExactTimestep:
-        """See `PretrainedBackbone`."""
         return ExactTimestep(self._transformer.time_text_embed, factor=1000)
 
     def schedule_arguments(self, steps: int) -> dict[str, Any]:
-        """See `PretrainedBackbone`: dev shifts with the number of tokens."""
+        """Gives evenly spaced sigmas; FLUX.1 [dev] shifts them with the number of tokens."""
         return {"sigmas": np.linspace(1, 1 / steps, steps)} | token_shift(self.configs, self.latent_shape[0])
 
     def encode(self, pipeline: Any, prompt: str) -> Text:
-        """See `PretrainedBackbone`. T5 is padded to its full length, which the model was trained to read."""
+        """Encodes a prompt; T5 is padded to its full length, as in training."""
         tokens, pooled, _ = pipeline.encode_prompt(prompt, prompt, max_sequence_length=self.max_text_tokens)
         return Text(tokens[0], pooled[0])
 
     def call(self, latents: Tensor, sigma: Tensor, text: TextBatch, guidance: float | None) -> Tensor:
-        """See `PretrainedBackbone`."""
         velocity: Tensor = self._transformer(
             hidden_states=latents,
             timestep=sigma,
@@ -85,12 +82,7 @@ class Flux(PackedBackbone):
         return velocity
 
     def decode_latents(self, vae: Any, latents: Tensor) -> Tensor:
-        """See `PretrainedBackbone`."""
-        unpacked = unpack(latents, *self.grid)
-        images: Tensor = vae.decode(unpacked / vae.config.scaling_factor + vae.config.shift_factor, return_dict=False)[
-            0
-        ]
-        return images
+        return super().decode_latents(vae, unpack(latents, *self.grid))
 
 
 _CONFIG = {
@@ -111,12 +103,11 @@ MODELS = (
         hub_id="black-forest-labs/FLUX.1-dev",
         licence="FLUX.1 [dev] Non-Commercial",
         parameters=11_901_408_320,
-        config=(_CONFIG | {"guidance_embeds": True}),
+        config=_CONFIG | {"guidance_embeds": True},
         family=Flux,
         vae=EIGHT_PIXELS,
         guidance="embedded",
         scale=3.5,
-        size=Size(512, 512),
         description="FLUX.1 [dev], text to image, guidance embedded",
     ),
     PublishedModel(
@@ -124,12 +115,11 @@ MODELS = (
         hub_id="black-forest-labs/FLUX.1-schnell",
         licence="Apache-2.0",
         parameters=11_891_178_560,
-        config=(_CONFIG | {"guidance_embeds": False}),
+        config=_CONFIG | {"guidance_embeds": False},
         family=Flux,
         vae=EIGHT_PIXELS,
         guidance="none",
         scale=1.0,
-        size=Size(512, 512),
         description="FLUX.1 [schnell], text to image in few steps, no guidance",
     ),
 )

@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from jagg_core.backbones.pretrained.base import PublishedModel, Size
-from jagg_core.backbones.pretrained.packed import EIGHT_PIXELS, PackedBackbone, unpack
+from jagg_core.backbones.pretrained.packed import EIGHT_PIXELS, JOINT_ATTENTION, PackedBackbone, unpack
+from jagg_core.backbones.pretrained.published import PublishedModel
 from jagg_core.backbones.pretrained.text import Text, TextBatch, TextShape
 from jagg_core.backbones.repairs import ExactTimestep
 
@@ -31,7 +31,7 @@ class ExactProjection(ExactTimestep):
         self._project = embedding.time_proj
 
     def _replace(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        if self.told() is None:
+        if self.sigma() is None:
             return args
         timestep, *others = super()._replace(module, args)
         return (self._project(timestep).to(args[0].dtype), *others)
@@ -48,14 +48,7 @@ class Flux2(PackedBackbone):
     vae_class = "AutoencoderKLFlux2"
     block_lists = ("transformer_blocks", "single_transformer_blocks")
     lora_targets = (
-        "attn.to_q",
-        "attn.to_k",
-        "attn.to_v",
-        "attn.to_out.0",
-        "attn.add_q_proj",
-        "attn.add_k_proj",
-        "attn.add_v_proj",
-        "attn.to_add_out",
+        *JOINT_ATTENTION,
         "ff.linear_in",
         "ff.linear_out",
         "ff_context.linear_in",
@@ -81,15 +74,13 @@ class Flux2(PackedBackbone):
 
     @classmethod
     def text_shape(cls, transformer: Mapping[str, Any], text_tokens: int) -> TextShape:
-        """See `PretrainedBackbone`."""
         return TextShape(text_tokens, transformer["joint_attention_dim"])
 
     def exact_timestep(self) -> ExactTimestep:
-        """See `PretrainedBackbone`."""
         return ExactProjection(self._transformer.time_guidance_embed)
 
     def schedule_arguments(self, steps: int) -> dict[str, Any]:
-        """See `PretrainedBackbone`: a shift by the number of tokens and of steps, by the pipeline's own rule."""
+        """Gives evenly spaced sigmas and the pipeline's shift by the numbers of tokens and steps."""
         return {"sigmas": np.linspace(1, 1 / steps, steps), "mu": self._empirical_mu(steps)}
 
     def _empirical_mu(self, steps: int) -> float:
@@ -100,12 +91,11 @@ class Flux2(PackedBackbone):
         return mu
 
     def encode(self, pipeline: Any, prompt: str) -> Text:
-        """See `PretrainedBackbone`. Padded to the full length, which the models were trained to read."""
+        """Encodes a prompt, padded to the full length, as in training."""
         tokens, _ = pipeline.encode_prompt(prompt, max_sequence_length=self.max_text_tokens)
         return Text(tokens[0])
 
     def call(self, latents: Tensor, sigma: Tensor, text: TextBatch, guidance: float | None) -> Tensor:
-        """See `PretrainedBackbone`."""
         velocity: Tensor = self._transformer(
             hidden_states=latents,
             timestep=sigma,
@@ -118,7 +108,6 @@ class Flux2(PackedBackbone):
         return velocity
 
     def decode_latents(self, vae: Any, latents: Tensor) -> Tensor:
-        """See `PretrainedBackbone`."""
         mean, std = batch_statistics(vae)
         squares = unpack(latents * std.to(latents) + mean.to(latents), *self.grid)
         images: Tensor = vae.decode(squares, return_dict=False)[0]
@@ -183,12 +172,11 @@ def _klein(size: str, base: bool, licence: str, parameters: int, config: dict[st
         hub_id=f"black-forest-labs/FLUX.2-klein-{'base-' if base else ''}{size}",
         licence=licence,
         parameters=parameters,
-        config=(config),
+        config=config,
         family=Flux2Klein,
         vae=EIGHT_PIXELS,
         guidance="cfg" if base else "none",
         scale=4.0 if base else 1.0,
-        size=Size(512, 512),
         description=f"FLUX.2 [klein] {'base ' if base else ''}{size}, text to image"
         + ("" if base else " in few steps, no guidance"),
     )
@@ -200,12 +188,11 @@ MODELS = (
         hub_id="black-forest-labs/FLUX.2-dev",
         licence="FLUX [dev] Non-Commercial",
         parameters=32_223_281_152,
-        config=(_DEV),
+        config=_DEV,
         family=Flux2,
         vae=EIGHT_PIXELS,
         guidance="embedded",
         scale=4.0,
-        size=Size(512, 512),
         description="FLUX.2 [dev], text to image, guidance embedded",
     ),
     _klein("4B", False, "Apache-2.0", 3_875_544_576, _KLEIN_4B),

@@ -1,4 +1,4 @@
-"""Loading a published model: from its folder, or with random weights where only time and memory are asked for."""
+"""Loads a published model from its folder, or with random weights to measure time and memory."""
 
 from __future__ import annotations
 
@@ -8,15 +8,16 @@ import torch
 from torch import nn
 
 from jagg_core.backbones.lora import add_lora, check_lora
-from jagg_core.backbones.pretrained.base import Calls, Configs, PretrainedBackbone, PublishedModel
+from jagg_core.backbones.pretrained.base import PretrainedBackbone
 from jagg_core.backbones.pretrained.folder import ModelFolder, find_folder
 from jagg_core.backbones.pretrained.prompts import PROMPTS, read_prompts
+from jagg_core.backbones.pretrained.published import Calls, Configs, PublishedModel
 from jagg_core.backbones.pretrained.quiet import without_torchvision
 from jagg_core.checks import require_one_of
 
 
 def configs_of(folder: ModelFolder) -> Configs:
-    """The configurations of a folder's parts.
+    """Reads the configurations of a folder's parts.
 
     Raises:
         ValueError: one is missing or unreadable.
@@ -25,7 +26,7 @@ def configs_of(folder: ModelFolder) -> Configs:
 
 
 def _require_classes(model: PublishedModel) -> None:
-    """Raise ValueError unless the installed libraries have what the model needs."""
+    """Raises ValueError unless the installed libraries have the model's classes."""
     install = "pip install -U 'jagg-core[pretrained]'"
     try:
         import diffusers
@@ -34,8 +35,8 @@ def _require_classes(model: PublishedModel) -> None:
         raise ValueError(f"backbone {model.name!r} needs diffusers and transformers: {install}") from error
     for name in (model.family.transformer_class, model.family.pipeline_class, model.family.vae_class):
         with without_torchvision():  # a class is imported when it is looked for
-            found = hasattr(diffusers, name)
-        if not found:
+            exists = hasattr(diffusers, name)
+        if not exists:
             raise ValueError(
                 f"backbone {model.name!r} needs {name}, which the installed diffusers {diffusers.__version__} has not: "
                 f"{install}"
@@ -43,11 +44,11 @@ def _require_classes(model: PublishedModel) -> None:
 
 
 def _require_variant(model: PublishedModel, configs: Configs) -> None:
-    """Raise ValueError for a folder of the same classes whose model works otherwise."""
-    wanted, found = model.config.get("guidance_embeds"), configs.transformer.get("guidance_embeds")
-    if wanted is not None and bool(found) != wanted:
+    """Raises ValueError for another variant of the model, with the same classes."""
+    wanted, embeds = model.config.get("guidance_embeds"), configs.transformer.get("guidance_embeds")
+    if wanted is not None and bool(embeds) != wanted:
         raise ValueError(
-            f"path: guidance_embeds of the transformer must be {wanted} for {model.name}, got {found}: another "
+            f"path: guidance_embeds of the transformer must be {wanted} for {model.name}, got {embeds}: another "
             "variant's folder?"
         )
 
@@ -70,18 +71,18 @@ def load_pretrained(
     lora_alpha: int | None = None,
     random_weights: bool = False,
 ) -> PretrainedBackbone:
-    """Load a model in eval mode.
+    """Loads a model in eval mode.
 
     Args:
-        model: what to load.
-        device: for the transformer, the VAE and, while they encode, the text encoders.
-        dtype: of all of them, but for VAEs that need fp32.
+        model: model to load.
+        device: device of the transformer, the VAE and, while they encode, the text encoders.
+        dtype: dtype of all of them, except VAEs that need fp32.
         path: a local folder in diffusers' layout, or another hub id of the same architecture.
         revision: branch, tag or commit of the hub.
-        height: in pixels.
-        width: in pixels.
-        frames: of a video.
-        prompts: a text file with a prompt per line, to draw from; default: a few of ours.
+        height: height in pixels.
+        width: width in pixels.
+        frames: frames of a video.
+        prompts: a text file with a prompt per line, to sample from; default: `PROMPTS`.
         negative_prompt: for classifier-free guidance; default: the family's.
         text_tokens: tokens a prompt may have; default: the family's.
         calls: whether guidance makes one batched call or two.
@@ -101,7 +102,7 @@ def load_pretrained(
     if text_tokens is not None and most is not None and text_tokens > most:
         raise ValueError(f"text_tokens must be at most {most} for {model.name}, got {text_tokens}")
     if negative_prompt is not None and model.guidance != "cfg":
-        raise ValueError(f"negative_prompt is for classifier-free guidance, which {model.name} has not")
+        raise ValueError(f"negative_prompt must be None for {model.name}, which has no classifier-free guidance")
     texts = PROMPTS if prompts is None else read_prompts(prompts)
     family = model.family
     _require_classes(model)
@@ -110,7 +111,7 @@ def load_pretrained(
     folder = None
     if random_weights:
         if path is not None or revision is not None:
-            raise ValueError(f"random_weights needs neither path nor revision, got {path!r} and {revision!r}")
+            raise ValueError(f"path and revision must be None with random_weights, got {path!r} and {revision!r}")
         configs = Configs(model.config, model.vae)
         family.check_size(configs, size)
         transformer = random_transformer(model, device, dtype)
@@ -145,7 +146,7 @@ def load_pretrained(
 def random_transformer(
     model: PublishedModel, device: torch.device | str, dtype: torch.dtype, seed: int = 0
 ) -> nn.Module:
-    """The published transformer with random weights, built on ``device`` (meta too) in ``dtype``."""
+    """Builds the published transformer with random weights on ``device`` (meta too) in ``dtype``."""
     usual = torch.get_default_dtype()
     indices = [torch.device(device)] if torch.device(device).type == "cuda" else []
     with torch.random.fork_rng(devices=indices), torch.device(device):

@@ -32,7 +32,7 @@ class PretrainedPolicy:
         self._negative = len(distinct)
 
     def velocity(self, latents: Tensor, sigma: Tensor, rows: Tensor) -> Tensor:
-        """See `jagg_core.policy.VelocityPolicy`. fp32 where guidance combines two velocities."""
+        """Computes velocities ``[N, *latent_shape]``; fp32 where guidance combines two."""
         places = self._places[rows]
         if not self.contrasts:
             return self._call(latents, sigma, places)
@@ -47,23 +47,23 @@ class PretrainedPolicy:
     def _call(self, latents: Tensor, sigma: Tensor, places: Tensor) -> Tensor:
         backbone, dtype = self.backbone, self.backbone.dtype
         guidance = self.scale if self.embeds else None
-        with backbone.timestep.tell(sigma):
+        with backbone.timestep.given(sigma):
             return backbone.call(latents.to(dtype), sigma.to(dtype), self._texts[places], guidance)
 
     def parameters(self) -> list[nn.Parameter]:
-        """The transformer's parameters, frozen ones included."""
+        """Returns the transformer's parameters, frozen ones included."""
         return list(self.backbone.transformer.parameters())
 
     def signature(self) -> dict[str, str]:
-        """What a replay must have in common with the rollout."""
+        """Returns the settings that a replay must share with the rollout."""
         backbone = self.backbone
         negative = backbone.negative if self.contrasts else None
-        told = [self.prompts, negative, backbone.max_text_tokens, backbone.text_fingerprint]
+        text = [self.prompts, negative, backbone.max_text_tokens, backbone.text_fingerprint]
         return {
             "backbone": backbone.name,
             "guidance": repr(self.scale),
             "dtype": str(backbone.dtype).removeprefix("torch."),
             "size": f"{backbone.size.height}x{backbone.size.width}x{backbone.size.frames}",
             "parameters": str(backbone.parameters),
-            "prompts": hashlib.blake2b(json.dumps(told).encode(), digest_size=8).hexdigest(),
+            "prompts": hashlib.blake2b(json.dumps(text).encode(), digest_size=8).hexdigest(),
         }

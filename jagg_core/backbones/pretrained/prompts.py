@@ -1,4 +1,4 @@
-"""Prompts to draw from."""
+"""Prompts to sample from."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ PROMPTS = (
 
 
 def read_prompts(file: str) -> tuple[str, ...]:
-    """The lines of a text file, without empty ones.
+    """Reads the lines of a text file, without empty ones.
 
     Raises:
-        ValueError: no such file, not UTF-8, no prompt in it, or a line that is no prompt (see `require_prompt`).
+        ValueError: no such file, not UTF-8, no prompt in it, or a line that `require_prompt` refuses.
     """
     try:
         lines = Path(file).expanduser().read_text(encoding="utf-8-sig").split("\n")
@@ -32,14 +32,14 @@ def read_prompts(file: str) -> tuple[str, ...]:
     for number, line in enumerate(lines, 1):
         if line.strip():
             require_prompt(line.strip(), f"{file}, line {number}")
-    found = tuple(line.strip() for line in lines if line.strip())
-    if not found:
+    prompts = tuple(line.strip() for line in lines if line.strip())
+    if not prompts:
         raise ValueError(f"prompts: {file} has no prompt; write one per line")
-    return found
+    return prompts
 
 
 def require_prompt(text: str, where: str) -> None:
-    """Checks that a text is a prompt. ``where`` it stands is for the error.
+    """Checks that a text is a prompt. The error names ``where`` it stands.
 
     Raises:
         ValueError: control characters such as NUL, nothing that can be seen, or a JSON object or list.

@@ -1,4 +1,4 @@
-"""Qwen-Image: packed latents, text of its own length by Qwen2.5-VL, classifier-free guidance that keeps the norm."""
+"""Qwen-Image: packed latents, unpadded text by Qwen2.5-VL, classifier-free guidance that keeps the norm."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from jagg_core.backbones.pretrained.base import Configs, PublishedModel, Size
-from jagg_core.backbones.pretrained.packed import PackedBackbone, token_shift, unpack
+from jagg_core.backbones.pretrained.packed import JOINT_ATTENTION, PackedBackbone, token_shift, unpack
+from jagg_core.backbones.pretrained.published import Configs, PublishedModel, Size
 from jagg_core.backbones.pretrained.text import Text, TextBatch, TextShape
 from jagg_core.backbones.repairs import ExactTimestep, unread_text_stream
 
@@ -29,14 +29,7 @@ class QwenImage(PackedBackbone):
     vae_class = "AutoencoderKLQwenImage"
     block_lists = ("transformer_blocks",)
     lora_targets = (
-        "attn.to_q",
-        "attn.to_k",
-        "attn.to_v",
-        "attn.to_out.0",
-        "attn.add_q_proj",
-        "attn.add_k_proj",
-        "attn.add_v_proj",
-        "attn.to_add_out",
+        *JOINT_ATTENTION,
         "img_mlp.net.0.proj",
         "img_mlp.net.2",
         "txt_mlp.net.0.proj",
@@ -60,12 +53,12 @@ class QwenImage(PackedBackbone):
 
     @classmethod
     def multiple(cls, configs: Configs) -> int:
-        """See `PretrainedBackbone`: VAE pixels, packed two by two."""
+        """Counts the VAE's pixels in a token of two by two latents."""
         return 2 * 2 ** len(configs.vae["temperal_downsample"])
 
     @classmethod
     def check_size(cls, configs: Configs, size: Size) -> None:
-        """See `PretrainedBackbone`; also that the transformer draws from a prompt alone.
+        """Checks also that the transformer draws from a prompt alone.
 
         Raises:
             ValueError: the size does not fit, or the transformer edits images or draws layers.
@@ -80,15 +73,14 @@ class QwenImage(PackedBackbone):
 
     @classmethod
     def text_shape(cls, transformer: Mapping[str, Any], text_tokens: int) -> TextShape:
-        """See `PretrainedBackbone`."""
         return TextShape(text_tokens, transformer["joint_attention_dim"])
 
     def exact_timestep(self) -> ExactTimestep:
-        """See `PretrainedBackbone`. The embedding itself multiplies sigma by 1000."""
+        """Names the time embedding, which multiplies sigma by 1000 itself."""
         return ExactTimestep(self._transformer.time_text_embed, factor=1)
 
     def schedule_arguments(self, steps: int) -> dict[str, Any]:
-        """See `PretrainedBackbone`: Flux's rule, with the ends that the folder's scheduler names.
+        """Gives evenly spaced sigmas and a shift by the number of tokens, as FLUX.1 [dev] does.
 
         Raises:
             ValueError: one step, which cannot both begin at 1 and end at the scheduler's terminal sigma.
@@ -98,12 +90,11 @@ class QwenImage(PackedBackbone):
         return {"sigmas": np.linspace(1, 1 / steps, steps)} | token_shift(self.configs, self.latent_shape[0])
 
     def encode(self, pipeline: Any, prompt: str) -> Text:
-        """See `PretrainedBackbone`. One prompt is not padded: it has a length of its own."""
+        """Encodes a prompt without padding."""
         tokens, _ = pipeline.encode_prompt(prompt, max_sequence_length=self.max_text_tokens)
         return Text(tokens[0])
 
     def call(self, latents: Tensor, sigma: Tensor, text: TextBatch, guidance: float | None) -> Tensor:
-        """See `PretrainedBackbone`."""
         rows, columns = self.grid
         velocity: Tensor = self._transformer(
             hidden_states=latents,
@@ -117,14 +108,14 @@ class QwenImage(PackedBackbone):
         return velocity
 
     def combine(self, conditional: Tensor, unconditional: Tensor, scale: float) -> Tensor:
-        """See `PretrainedBackbone`: guided, and scaled back to the conditional norm of every token."""
+        """Guides, and scales every token back to its conditional norm; fp32."""
         combined = super().combine(conditional, unconditional, scale)
         norm, wanted = (torch.linalg.vector_norm(part, dim=-1, keepdim=True) for part in (combined, conditional))
         rescaled: Tensor = combined * (wanted / norm)
         return rescaled
 
     def decode_latents(self, vae: Any, latents: Tensor) -> Tensor:
-        """See `PretrainedBackbone`: a video VAE, given one frame."""
+        """Decodes one frame by the video VAE."""
         unpacked = unpack(latents, *self.grid).unsqueeze(2)
         mean, std = (
             torch.tensor(values).view(1, -1, 1, 1, 1).to(latents)
@@ -134,12 +125,12 @@ class QwenImage(PackedBackbone):
         return images
 
     def unread(self) -> list[nn.Module]:
-        """See `PretrainedBackbone`: the end of the last block's text stream."""
+        """Returns the end of the last block's text stream."""
         return unread_text_stream(self._transformer)
 
 
 def text_lengths(transformer: nn.Module, text: TextBatch) -> dict[str, list[int]]:
-    """``txt_seq_lens`` for a transformer that still takes it: positions for all tokens, padding included.
+    """Gives ``txt_seq_lens`` to a transformer that takes it: positions for all tokens, padding included.
 
     diffusers before 0.37 requires it, 0.37 and 0.38 ignore it, later releases refuse it.
 
@@ -156,7 +147,7 @@ def text_lengths(transformer: nn.Module, text: TextBatch) -> dict[str, list[int]
 
 
 def uses_mask() -> bool:
-    """Whether the installed transformer looks at the mask of its prompts; asked only where it takes their lengths."""
+    """Tells whether the installed transformer reads the mask of its prompts; for one that takes their lengths."""
     return hasattr(
         import_module("diffusers.models.transformers.transformer_qwenimage"), "compute_text_seq_len_from_mask"
     )
@@ -185,7 +176,6 @@ MODELS = (
         vae={"temperal_downsample": (False, True, True)},
         guidance="cfg",
         scale=4.0,
-        size=Size(512, 512),
         description="Qwen-Image, text to image, classifier-free guidance",
     ),
 )

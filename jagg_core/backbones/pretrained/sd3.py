@@ -8,8 +8,9 @@ from typing import Any
 
 from torch import Tensor
 
-from jagg_core.backbones.pretrained.base import Configs, PretrainedBackbone, PublishedModel, Size
-from jagg_core.backbones.pretrained.packed import EIGHT_PIXELS, token_shift, vae_pixels
+from jagg_core.backbones.pretrained.base import PretrainedBackbone
+from jagg_core.backbones.pretrained.packed import EIGHT_PIXELS, JOINT_ATTENTION, token_shift, vae_pixels
+from jagg_core.backbones.pretrained.published import Configs, PublishedModel, Size
 from jagg_core.backbones.pretrained.text import Text, TextBatch, TextShape
 from jagg_core.backbones.repairs import ExactTimestep
 
@@ -22,14 +23,7 @@ class StableDiffusion3(PretrainedBackbone):
     vae_class = "AutoencoderKL"
     block_lists = ("transformer_blocks",)
     lora_targets = (
-        "attn.to_q",
-        "attn.to_k",
-        "attn.to_v",
-        "attn.to_out.0",
-        "attn.add_q_proj",
-        "attn.add_k_proj",
-        "attn.add_v_proj",
-        "attn.to_add_out",
+        *JOINT_ATTENTION,
         "attn2.to_q",
         "attn2.to_k",
         "attn2.to_v",
@@ -57,12 +51,12 @@ class StableDiffusion3(PretrainedBackbone):
 
     @classmethod
     def multiple(cls, configs: Configs) -> int:
-        """See `PretrainedBackbone`: VAE pixels in a patch."""
+        """Counts the VAE's pixels in a patch."""
         return vae_pixels(configs) * int(configs.transformer["patch_size"])
 
     @classmethod
     def check_size(cls, configs: Configs, size: Size) -> None:
-        """See `PretrainedBackbone`. Positions are a table, which ends."""
+        """Checks also that the positions, a table, reach so far."""
         super().check_size(configs, size)
         largest = cls.multiple(configs) * int(configs.transformer["pos_embed_max_size"])
         for name, value in (("height", size.height), ("width", size.width)):
@@ -71,33 +65,30 @@ class StableDiffusion3(PretrainedBackbone):
 
     @classmethod
     def shape_of(cls, configs: Configs, size: Size) -> tuple[int, ...]:
-        """See `PretrainedBackbone`."""
         pixels = vae_pixels(configs)
         return int(configs.transformer["in_channels"]), size.height // pixels, size.width // pixels
 
     @classmethod
     def text_shape(cls, transformer: Mapping[str, Any], text_tokens: int) -> TextShape:
-        """See `PretrainedBackbone`: CLIP's 77 tokens, then T5's."""
+        """Counts CLIP's 77 tokens, then T5's."""
         return TextShape(77 + text_tokens, transformer["joint_attention_dim"], transformer["pooled_projection_dim"])
 
     def exact_timestep(self) -> ExactTimestep:
-        """See `PretrainedBackbone`."""
         return ExactTimestep(self._transformer.time_text_embed, factor=1000)
 
     def schedule_arguments(self, steps: int) -> dict[str, Any]:
-        """See `PretrainedBackbone`: as published none, but a folder's scheduler may shift with the number of tokens."""
+        """Gives a shift by the number of tokens if the folder's scheduler has one; the published one has none."""
         multiple = self.multiple(self.configs)
         return token_shift(self.configs, (self.size.height // multiple) * (self.size.width // multiple))
 
     def encode(self, pipeline: Any, prompt: str) -> Text:
-        """See `PretrainedBackbone`. CLIP's tokens, then T5's, with the padding that the model was trained to read."""
+        """Encodes a prompt: CLIP's tokens, then T5's, padded as in training."""
         tokens, _, pooled, _ = pipeline.encode_prompt(
             prompt, prompt, prompt, do_classifier_free_guidance=False, max_sequence_length=self.max_text_tokens
         )
         return Text(tokens[0], pooled[0])
 
     def call(self, latents: Tensor, sigma: Tensor, text: TextBatch, guidance: float | None) -> Tensor:
-        """See `PretrainedBackbone`."""
         velocity: Tensor = self._transformer(
             hidden_states=latents,
             timestep=sigma,
@@ -106,12 +97,6 @@ class StableDiffusion3(PretrainedBackbone):
             return_dict=False,
         )[0]
         return velocity
-
-    def decode_latents(self, vae: Any, latents: Tensor) -> Tensor:
-        """See `PretrainedBackbone`."""
-        config = vae.config
-        images: Tensor = vae.decode(latents / config.scaling_factor + config.shift_factor, return_dict=False)[0]
-        return images
 
 
 _CONFIG = {
@@ -145,7 +130,6 @@ MODELS = (
         vae=EIGHT_PIXELS,
         guidance="cfg",
         scale=4.5,
-        size=Size(512, 512),
         description="Stable Diffusion 3.5 Medium, text to image",
     ),
     PublishedModel(
@@ -167,7 +151,6 @@ MODELS = (
         vae=EIGHT_PIXELS,
         guidance="cfg",
         scale=4.5,
-        size=Size(512, 512),
         description="Stable Diffusion 3.5 Large, text to image",
     ),
 )

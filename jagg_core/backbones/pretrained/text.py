@@ -1,4 +1,4 @@
-"""Prompts as a model reads them: encoded once by the model's own encoders, kept on disk, batched by sample."""
+"""Encoded prompts: computed once by the model's encoders, kept on disk, batched by sample."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class TextBatch:
 
     @staticmethod
     def stack(texts: Sequence[Text]) -> TextBatch:
-        """Pad and stack."""
+        """Pads to the longest text and stacks."""
         lengths = [len(text.tokens) for text in texts]
         longest = max(lengths)
         tokens = torch.stack([_padded(text.tokens, longest) for text in texts])
@@ -57,17 +57,17 @@ class TextBatch:
         return TextBatch(tokens, mask, torch.stack(pooled) if pooled else None)
 
     def __getitem__(self, rows: Tensor) -> TextBatch:
-        """The prompts of ``rows`` [N], at the same length."""
+        """Selects the prompts of ``rows`` [N], at the same length."""
         mask, pooled = (None if part is None else part[rows] for part in (self.mask, self.pooled))
         return TextBatch(self.tokens[rows], mask, pooled)
 
     def to(self, device: torch.device) -> TextBatch:
-        """The same on a device."""
+        """Moves to a device."""
         mask, pooled = (None if part is None else part.to(device) for part in (self.mask, self.pooled))
         return TextBatch(self.tokens.to(device), mask, pooled)
 
     def lengths(self) -> list[int]:
-        """Tokens of every sample. Waits for the device if some are padded."""
+        """Counts the tokens of every sample. Waits for the device if some are padded."""
         if self.mask is None:
             return [self.tokens.shape[1]] * len(self.tokens)
         lengths: list[int] = self.mask.sum(dim=1).tolist()
@@ -101,12 +101,12 @@ def warn_of_cut(prompts: Sequence[str], tokenizer: Any, limit: int, encoder: str
 
 @dataclass(frozen=True)
 class PromptEncoder:
-    """Encodes one prompt at a time, and knows how many tokens it reads.
+    """Encodes one prompt at a time, and has its limit of tokens.
 
     Attributes:
-        encode: a prompt to what it becomes.
-        tokenizer: of the encoder that reads most tokens.
-        limit: tokens that it reads.
+        encode: encodes a prompt.
+        tokenizer: tokenizer of the encoder that reads most tokens.
+        limit: number of tokens that it reads.
     """
 
     encode: Callable[[str], Text]
@@ -119,18 +119,18 @@ class PromptEncoder:
 
 
 def cache_folder() -> Path | None:
-    """Where encoded prompts are kept: ``$JAGG_CACHE``, or ``jagg`` in the user's cache folder.
+    """Returns the folder for encoded prompts: ``$JAGG_CACHE``, or ``jagg`` in the user's cache folder.
 
     None for a user without a home folder, as in a container that runs under a number alone.
 
     Raises:
-        ValueError: ``$JAGG_CACHE`` is below the home folder of a user that there is not.
+        ValueError: ``$JAGG_CACHE`` is below the home folder of a user who does not exist.
     """
-    if own := os.environ.get("JAGG_CACHE"):
+    if folder := os.environ.get("JAGG_CACHE"):
         try:
-            return Path(own).expanduser()
+            return Path(folder).expanduser()
         except RuntimeError as error:
-            raise ValueError(f"JAGG_CACHE must be a folder, got {own!r}: {error}") from error
+            raise ValueError(f"JAGG_CACHE must be a folder, got {folder!r}: {error}") from error
     try:
         return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jagg"
     except RuntimeError:
@@ -141,9 +141,9 @@ class TextStore:
     """Encoded prompts, on the CPU: from memory, from disk, or from the encoders, which load only when needed.
 
     ``key`` names everything that the encoding depends on besides the prompt. ``encoder`` loads the text encoders and
-    gives the function that encodes a prompt; they are dropped again after each use, for a trainer has no room for them.
-    So the whole ``pool`` of prompts to draw from is encoded when the first is. Prompts are encoded one by one: what a
-    prompt becomes does not depend on its company. What cannot be written to disk stays in memory.
+    gives the function that encodes a prompt; they are dropped after each use, because a trainer has no room for them.
+    So the whole ``pool`` is encoded with the first prompt. Prompts are encoded one by one, so that no prompt changes
+    another. A text that cannot be written to disk stays in memory.
     """
 
     def __init__(
@@ -157,17 +157,17 @@ class TextStore:
         self._unwritten: dict[str, Text] = {}
 
     def __call__(self, prompts: Sequence[str]) -> list[Text]:
-        """The encoded ``prompts``, in order."""
+        """Returns the encoded ``prompts``, in order."""
         wanted = dict.fromkeys(prompts)
-        found = {prompt: text for prompt in wanted if (text := self._find(prompt)) is not None}
-        if len(found) < len(wanted):
-            found |= self._encode([p for p in wanted if p not in found], found)
+        texts = {prompt: text for prompt in wanted if (text := self._find(prompt)) is not None}
+        if len(texts) < len(wanted):
+            texts |= self._encode([p for p in wanted if p not in texts], texts)
         for prompt in wanted:
-            self._keep(prompt, found[prompt])
-        return [found[prompt] for prompt in prompts]
+            self._keep(prompt, texts[prompt])
+        return [texts[prompt] for prompt in prompts]
 
-    def _encode(self, missing: list[str], found: Mapping[str, Text]) -> dict[str, Text]:
-        others = [p for p in dict.fromkeys(self._pool) if p not in missing and p not in found and not self._stored(p)]
+    def _encode(self, missing: list[str], known: Mapping[str, Text]) -> dict[str, Text]:
+        others = [p for p in dict.fromkeys(self._pool) if p not in missing and p not in known and not self._stored(p)]
         made: dict[str, Text] = {}
         with torch.no_grad():
             encode = self._encoder()
@@ -205,8 +205,8 @@ class TextStore:
         if file is None:
             return None
         try:
-            found = load_file(file)
-            return Text(found["tokens"], found.get("pooled"))
+            tensors = load_file(file)
+            return Text(tensors["tokens"], tensors.get("pooled"))
         except (OSError, SafetensorError, KeyError):  # not there, or not whole: encoded again
             return None
 
@@ -237,13 +237,13 @@ class TextShape:
 
 
 class RandomTexts:
-    """Normal stand-ins for encoded prompts, the same for the same prompt: for timing, where values mean nothing."""
+    """Random stand-ins for encoded prompts, the same for the same prompt; for timing."""
 
     def __init__(self, shape: TextShape, dtype: torch.dtype) -> None:
         self._shape, self._dtype = shape, dtype
 
     def __call__(self, prompts: Sequence[str]) -> list[Text]:
-        """The stand-ins, in order."""
+        """Returns the stand-ins, in order."""
         return [self._draw(prompt) for prompt in prompts]
 
     def _draw(self, prompt: str) -> Text:

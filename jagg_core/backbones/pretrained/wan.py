@@ -9,10 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from jagg_core.backbones.pretrained.base import LOCAL, Configs, PretrainedBackbone, PublishedModel, Size
-from jagg_core.backbones.pretrained.folder import ModelFolder, require_whole
+from jagg_core.backbones.pretrained.base import PretrainedBackbone
+from jagg_core.backbones.pretrained.folder import ModelFolder
+from jagg_core.backbones.pretrained.published import Configs, PublishedModel, Size
 from jagg_core.backbones.pretrained.text import Text, TextBatch, TextShape
-from jagg_core.backbones.repairs import ExactTimestep, dtype_argument
+from jagg_core.backbones.repairs import ExactTimestep
 
 
 def _exact_timestep(*transformers: Any) -> ExactTimestep:
@@ -22,7 +23,7 @@ def _exact_timestep(*transformers: Any) -> ExactTimestep:
 class Wan(PretrainedBackbone):
     """diffusers' ``WanTransformer3DModel``. Latents are ``[C, (frames - 1) / 4 + 1, H/8, W/8]``, H/16 in Wan 2.2's 5B.
 
-    All tokens of a sample have one timestep, also in the 5B, whose pipeline tells every token its own: the values are
+    All tokens of a sample have one timestep, also in the 5B, whose pipeline gives one to every token: the values are
     equal, and a modulation per token would take more memory than anything else.
     """
 
@@ -50,12 +51,12 @@ class Wan(PretrainedBackbone):
 
     @classmethod
     def multiple(cls, configs: Configs) -> int:
-        """See `PretrainedBackbone`: VAE pixels in a patch."""
+        """Counts the VAE's pixels in a patch."""
         return _vae_pixels(configs) * int(configs.transformer["patch_size"][1])
 
     @classmethod
     def check_size(cls, configs: Configs, size: Size) -> None:
-        """See `PretrainedBackbone`. The VAE takes the first frame by itself, the others in groups."""
+        """Checks also the frames: the VAE takes the first one by itself, the others in groups."""
         super().check_size(configs, Size(size.height, size.width))
         group = _vae_frames(configs)
         if size.frames < 1 or size.frames % group != 1 % group:
@@ -64,7 +65,6 @@ class Wan(PretrainedBackbone):
 
     @classmethod
     def shape_of(cls, configs: Configs, size: Size) -> tuple[int, ...]:
-        """See `PretrainedBackbone`."""
         pixels, frames = _vae_pixels(configs), (size.frames - 1) // _vae_frames(configs) + 1
         return int(configs.transformer["in_channels"]), frames, size.height // pixels, size.width // pixels
 
@@ -75,48 +75,43 @@ class Wan(PretrainedBackbone):
 
     @classmethod
     def text_shape(cls, transformer: Mapping[str, Any], text_tokens: int) -> TextShape:
-        """See `PretrainedBackbone`."""
         return TextShape(text_tokens, transformer["text_dim"])
 
     def exact_timestep(self) -> ExactTimestep:
-        """See `PretrainedBackbone`."""
         return _exact_timestep(self._transformer)
 
     def scheduler_config(self) -> dict[str, Any]:
-        """See `PretrainedBackbone`. Published is UniPC; rollouts take Euler's grid at its ``flow_shift``."""
+        """Returns Euler's scheduler at the ``flow_shift`` of the published one, UniPC."""
         config = super().scheduler_config()
         if "flow_shift" not in config or "shift" in config:
             return config
         return {"num_train_timesteps": config.get("num_train_timesteps", 1000), "shift": config["flow_shift"]}
 
     def encode(self, pipeline: Any, prompt: str) -> Text:
-        """See `PretrainedBackbone`. Padded with zeros to the full length, which the model was trained to read."""
+        """Encodes a prompt, padded with zeros to the full length, as in training."""
         tokens, _ = pipeline.encode_prompt(
             prompt, do_classifier_free_guidance=False, max_sequence_length=self.max_text_tokens
         )
         return Text(tokens[0])
 
     def call(self, latents: Tensor, sigma: Tensor, text: TextBatch, guidance: float | None) -> Tensor:
-        """See `PretrainedBackbone`."""
         velocity: Tensor = self._transformer(
             hidden_states=latents, timestep=sigma, encoder_hidden_states=text.tokens, return_dict=False
         )[0]
         return velocity
 
     def decode_latents(self, vae: Any, latents: Tensor) -> Tensor:
-        """See `PretrainedBackbone`."""
         mean, std = (latents.new_tensor(vae.config[name]).reshape(-1, 1, 1, 1) for name in _LATENT_STATISTICS)
         videos: Tensor = vae.decode(latents * std + mean, return_dict=False)[0]
         return videos
 
     @classmethod
     def without_networks(cls) -> dict[str, None]:
-        """See `PretrainedBackbone`."""
         return super().without_networks() | {"transformer_2": None}
 
     @classmethod
     def load_transformer(cls, folder: ModelFolder, dtype: torch.dtype) -> nn.Module:
-        """See `PretrainedBackbone`.
+        """Loads the transformer of a folder, on the CPU.
 
         Raises:
             ValueError: the folder has two experts.
@@ -139,7 +134,7 @@ class Experts(nn.Module):
 
     @property
     def blocks(self) -> list[nn.Module]:
-        """Blocks of both."""
+        """Returns the blocks of both."""
         return [*self._each[0].blocks, *self._each[1].blocks]
 
     @property
@@ -149,27 +144,27 @@ class Experts(nn.Module):
     def forward(
         self, hidden_states: Tensor, timestep: Tensor, encoder_hidden_states: Tensor, return_dict: bool = False
     ) -> tuple[Tensor]:
-        """The velocities, in the batch's order. The exact sigma decides, for half precision rounds to the boundary."""
-        sigma = self.timestep.told()
+        """Computes velocities in the batch's order. The exact sigma decides: half precision rounds to the boundary."""
+        sigma = self.timestep.sigma()
         if sigma is None:  # called by something else than a policy
             sigma = timestep.float() / self.timestep.factor
         high = sigma * self.timestep.factor >= self.boundary * self.timestep.factor
         parts = [mask.nonzero().squeeze(1) for mask in (high, ~high)]
-        found = []
+        velocities = []
         for expert, rows in zip(self._each, parts, strict=True):
             if len(rows):
-                with self.timestep.tell(sigma[rows]):
+                with self.timestep.given(sigma[rows]):
                     part = expert(hidden_states[rows], timestep[rows], encoder_hidden_states[rows], return_dict=False)
-                found.append(part[0])
-        return (torch.cat(found)[torch.cat(parts).argsort()],)
+                velocities.append(part[0])
+        return (torch.cat(velocities)[torch.cat(parts).argsort()],)
 
     def enable_gradient_checkpointing(self) -> None:
-        """Of both (diffusers' own switch)."""
+        """Turns it on for both, by diffusers' switch."""
         for expert in self._each:
             expert.enable_gradient_checkpointing()
 
     def add_adapter(self, config: Any) -> None:
-        """A LoRA of its own for each, through diffusers' adapter interface."""
+        """Adds a LoRA to each, through diffusers' adapter interface."""
         for expert in self._each:
             expert.add_adapter(config)
 
@@ -178,43 +173,35 @@ class WanExperts(Wan):
     """Wan 2.2 A14B: an expert for high noise and one for low, both trained. One guidance for both."""
 
     def exact_timestep(self) -> ExactTimestep:
-        """See `PretrainedBackbone`."""
         timestep: ExactTimestep = self._transformer.timestep
         return timestep
 
     def parts(self) -> dict[str, nn.Module]:
-        """Both experts, by the names that the pipeline gives them."""
+        """Returns both experts by their names in the pipeline."""
         return {"transformer": self._transformer.high, "transformer_2": self._transformer.low}
 
     @classmethod
     def build(cls, model: PublishedModel) -> nn.Module:
-        """See `PretrainedBackbone`."""
         high, low = (super(WanExperts, cls).build(model) for _ in range(2))
         return Experts(high, low, BOUNDARY)
 
     @classmethod
     def load_transformer(cls, folder: ModelFolder, dtype: torch.dtype) -> nn.Module:
-        """Both transformers of a folder, on the CPU.
+        """Loads both transformers of a folder, on the CPU.
 
         Raises:
             ValueError: the folder has only one.
         """
-        import diffusers
-
         boundary = _boundary(folder)
         if boundary is None:
             raise ValueError(f"path: {folder.path} must hold two experts: no boundary_ratio in its model_index.json")
         folder.require_class("transformer_2", cls.transformer_class)
-        load = getattr(diffusers, cls.transformer_class).from_pretrained
-        high, low = (
-            require_whole(load(folder.path, subfolder=part, **dtype_argument(dtype), **LOCAL), folder, part)
-            for part in ("transformer", "transformer_2")
-        )
+        high, low = (folder.load(part, cls.transformer_class, dtype) for part in ("transformer", "transformer_2"))
         return Experts(high, low, boundary)
 
 
 BOUNDARY = 0.875
-"""Of sigma, between the experts as published."""
+"""Published sigma between the experts."""
 
 _LATENT_STATISTICS = ("latents_mean", "latents_std")
 
@@ -228,7 +215,7 @@ def _vae_frames(configs: Configs) -> int:
 
 
 def _boundary(folder: ModelFolder) -> float | None:
-    """Sigma at which a pipeline of two experts changes between them; None for a pipeline of one.
+    """Reads the sigma at which a pipeline changes between two experts; None for a pipeline of one.
 
     Raises:
         ValueError: the pipeline's index is missing or unreadable.
@@ -257,7 +244,7 @@ MODELS = (
         hub_id="Wan-AI/Wan2.1-T2V-1.3B-Diffusers",
         licence="Apache-2.0",
         parameters=1_418_996_800,
-        config=(_CONFIG | {"num_attention_heads": 12, "ffn_dim": 8960, "num_layers": 30}),
+        config=_CONFIG | {"num_attention_heads": 12, "ffn_dim": 8960, "num_layers": 30},
         family=Wan,
         guidance="cfg",
         scale=5.0,
@@ -269,7 +256,7 @@ MODELS = (
         hub_id="Wan-AI/Wan2.1-T2V-14B-Diffusers",
         licence="Apache-2.0",
         parameters=14_288_491_584,
-        config=(_14B),
+        config=_14B,
         family=Wan,
         guidance="cfg",
         scale=5.0,
@@ -297,7 +284,7 @@ MODELS = (
         hub_id="Wan-AI/Wan2.2-T2V-A14B-Diffusers",
         licence="Apache-2.0",
         parameters=28_576_983_168,
-        config=(_14B),
+        config=_14B,
         family=WanExperts,
         guidance="cfg",
         scale=4.0,

@@ -1,4 +1,4 @@
-"""Z-Image: one stream of image and text tokens, told how clean the sample is; guidance (base) or none (Turbo)."""
+"""Z-Image: one stream of image and text tokens, a time that is 0 for noise, guidance (base) or none (Turbo)."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from jagg_core.backbones.pretrained.base import Configs, PretrainedBackbone, PublishedModel, Size
+from jagg_core.backbones.pretrained.base import PretrainedBackbone
 from jagg_core.backbones.pretrained.packed import EIGHT_PIXELS, token_shift, vae_pixels
+from jagg_core.backbones.pretrained.published import Configs, PublishedModel, Size
 from jagg_core.backbones.pretrained.text import Text, TextBatch, TextShape
 from jagg_core.backbones.repairs import ExactTimestep
 
@@ -22,9 +23,8 @@ PATCH = 2
 class ReversedTimestep(ExactTimestep):
     """The time embedding sees ``(1 - sigma) * factor``: 0 is noise."""
 
-    def told(self) -> Tensor | None:
-        """See `ExactTimestep`."""
-        sigma = super().told()
+    def sigma(self) -> Tensor | None:
+        sigma = super().sigma()
         return None if sigma is None else 1 - sigma
 
 
@@ -32,7 +32,7 @@ class ZImage(PretrainedBackbone):
     """diffusers' ``ZImageTransformer2DModel``. Latents are the VAE's: ``[16, H / 8, W / 8]``.
 
     The network predicts data minus noise. It pads every text and image to a multiple of 32 tokens by itself, with
-    learned tokens that attention sees, so a text must reach it at its own length.
+    learned tokens that attention sees, so a text must reach it without padding.
 
     A guidance of 1 is none, as for all models; the pipeline's ``guidance_scale`` is lower by 1 for the same velocity.
     """
@@ -68,48 +68,37 @@ class ZImage(PretrainedBackbone):
 
     @classmethod
     def multiple(cls, configs: Configs) -> int:
-        """See `PretrainedBackbone`: VAE pixels, two by two in a token."""
+        """Counts the VAE's pixels in a token of two by two latents."""
         return vae_pixels(configs) * PATCH
 
     @classmethod
     def shape_of(cls, configs: Configs, size: Size) -> tuple[int, ...]:
-        """See `PretrainedBackbone`."""
         pixels = vae_pixels(configs)
         return int(configs.transformer["in_channels"]), size.height // pixels, size.width // pixels
 
     @classmethod
     def text_shape(cls, transformer: Mapping[str, Any], text_tokens: int) -> TextShape:
-        """See `PretrainedBackbone`."""
         return TextShape(text_tokens, transformer["cap_feat_dim"])
 
     def exact_timestep(self) -> ExactTimestep:
-        """See `PretrainedBackbone`."""
         return ReversedTimestep(self._transformer.t_embedder, factor=self._transformer.t_scale)
 
     def schedule_arguments(self, steps: int) -> dict[str, Any]:
-        """See `PretrainedBackbone`."""
         _, rows, columns = self.latent_shape
         tokens = (rows // PATCH) * (columns // PATCH)
         return {"sigmas": np.linspace(1, 1 / steps, steps)} | token_shift(self.configs, tokens)
 
     def encode(self, pipeline: Any, prompt: str) -> Text:
-        """See `PretrainedBackbone`."""
         texts, _ = pipeline.encode_prompt(
             prompt, do_classifier_free_guidance=False, max_sequence_length=self.max_text_tokens
         )
         return Text(texts[0])
 
     def call(self, latents: Tensor, sigma: Tensor, text: TextBatch, guidance: float | None) -> Tensor:
-        """See `PretrainedBackbone`."""
         texts = [tokens[:length] for tokens, length in zip(text.tokens, text.lengths(), strict=True)]
         frames = list(latents.unsqueeze(2))
         towards_data = self._transformer(frames, 1 - sigma, texts)[0]
         return -torch.stack(towards_data).squeeze(2)
-
-    def decode_latents(self, vae: Any, latents: Tensor) -> Tensor:
-        """See `PretrainedBackbone`."""
-        images: Tensor = vae.decode(latents / vae.config.scaling_factor + vae.config.shift_factor, return_dict=False)[0]
-        return images
 
 
 _CONFIG = {
@@ -141,7 +130,6 @@ MODELS = (
         vae=EIGHT_PIXELS,
         guidance="none",
         scale=1.0,
-        size=Size(512, 512),
         description="Z-Image-Turbo, text to image in few steps, no guidance",
     ),
     PublishedModel(
@@ -154,7 +142,6 @@ MODELS = (
         vae=EIGHT_PIXELS,
         guidance="cfg",
         scale=5.0,
-        size=Size(512, 512),
         description="Z-Image, text to image",
     ),
 )

@@ -59,14 +59,14 @@ def test_guidance_moves_the_velocity(folders: Folders) -> None:
 
 def test_schnell_embeds_none(folders: Folders) -> None:
     assert len(seen_by(load(folders, "flux-schnell"), 2, None)) == 2  # timestep and pooled text, no guidance
-    with pytest.raises(ValueError, match=r"flux-schnell is distilled to be used without; allowed: 1, got 3\.5"):
+    with pytest.raises(ValueError, match=r"guidance must be 1 for flux-schnell, which is distilled, got 3\.5"):
         load(folders, "flux-schnell").policy(["a cat"], 3.5)
 
 
 def test_missing_guidance_says_what_to_do(folders: Folders) -> None:
     backbone = load(folders, "flux-dev")
     text = backbone.policy(["a cat"])._texts
-    with pytest.raises(ValueError, match=r"guidance: flux-dev embeds it and needs a number; usual: 3\.5"):
+    with pytest.raises(ValueError, match=r"guidance must be a number for flux-dev, got None; usual: 3\.5"):
         backbone.call(initial_latents(backbone.latent_shape, 0, range(1)), torch.tensor([0.5]), text, None)
 
 
@@ -165,8 +165,8 @@ def test_a_pipeline_on_the_trained_transformer_is_left_alone(folders: Folders) -
 def test_sigmas_that_do_not_fit_the_forward(folders: Folders) -> None:
     backbone = load(folders, "flux-dev")
     policy, latents = backbone.policy(["a"] * 3), initial_latents(backbone.latent_shape, 0, range(3))
-    refusal = pytest.raises(ValueError, match="2 sigmas were told for a forward with 3 timesteps")
-    with refusal, backbone.timestep.tell(torch.ones(2)):
+    refusal = pytest.raises(ValueError, match="timesteps must be a multiple of the 2 sigmas given, got 3")
+    with refusal, backbone.timestep.given(torch.ones(2)):
         backbone.call(latents, torch.ones(3), policy._texts[torch.zeros(3).long()], 3.5)
 
 

@@ -188,7 +188,10 @@ def test_pickled_weights_are_not_read(folder: Path) -> None:
         ({"lora_alpha": 4}, "lora_alpha must be positive, beside a lora_rank, got 4 at rank 0"),
         ({"prompts": "/nowhere/prompts.txt"}, "prompts: /nowhere/prompts.txt cannot be read as text"),
         ({"height": "16"}, "height must be a whole number of pixels, got '16'"),
-        ({"negative_prompt": "grey"}, "negative_prompt is for classifier-free guidance, which flux-dev has not"),
+        (
+            {"negative_prompt": "grey"},
+            "negative_prompt must be None for flux-dev, which has no classifier-free guidance",
+        ),
         ({"text_tokens": 513}, "text_tokens must be at most 512 for flux-dev, got 513"),
         ({"revision": "main"}, "revision is for the hub, and .* is a local folder, got 'main'"),
     ],

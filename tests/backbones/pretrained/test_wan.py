@@ -111,7 +111,7 @@ def test_a_timestep_per_token_equals_one_per_sample(dtype: torch.dtype, folders:
     found = []
     with torch.no_grad():
         for timestep in (sigma, sigma[:, None].expand(-1, tokens)):
-            with backbone.timestep.tell(sigma):
+            with backbone.timestep.given(sigma):
                 found.append(backbone.transformer(latents, timestep.to(dtype), text, return_dict=False)[0])
     torch.testing.assert_close(found[1], found[0], atol=1e-6, rtol=1e-6)
     assert torch.equal(embedded[0], sigma * 1000)
@@ -149,7 +149,7 @@ def test_every_sample_goes_to_the_expert_of_its_exact_sigma(dtype: torch.dtype, 
     latents = initial_latents(backbone.latent_shape, 0, range(4)).to(dtype)
     for row, expert in enumerate(experts[place] for place in (1, 0, 1, 0)):
         sigma, text = torch.tensor(sigmas[row : row + 1]), backbone.text([PROMPTS[row % 3]])[0].tokens
-        with torch.no_grad(), backbone.timestep.tell(sigma):
+        with torch.no_grad(), backbone.timestep.given(sigma):
             alone = expert(latents[row : row + 1], sigma.to(dtype), text[None], return_dict=False)[0]
         error = (together[row] - alone[0]).float().norm() / alone.float().norm()
         assert error < (1e-5 if dtype == torch.float32 else 1e-2)

@@ -105,7 +105,7 @@ def test_guidance_is_one_more_than_the_pipelines(folders: Folders) -> None:
 
 
 def test_turbo_refuses_guidance(folders: Folders) -> None:
-    with pytest.raises(ValueError, match=r"guidance: z-image-turbo is distilled .* got 4"):
+    with pytest.raises(ValueError, match=r"guidance must be 1 for z-image-turbo, which is distilled, got 4"):
         load(folders).policy(PROMPTS, 4.0)
 
 

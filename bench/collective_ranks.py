@@ -27,9 +27,9 @@ from jagg_core.backbones import load_backbone, read_options
 from jagg_core.distributed import FixedParameters, join_as
 from jagg_core.records import Cell
 from jagg_core.reference import TOLERANCE, relative_error
+from jagg_core.rollouts import rollout
 from jagg_core.schedule import dance_schedule
 from jagg_core.seeding import derive_seed, generator_for
-from jagg_core.trajectory import rollout
 
 if TYPE_CHECKING:
     from bench.settings import CollectiveBench

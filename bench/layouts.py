@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from bench.settings import Layout
-from jagg_core.distributed import shard
+from jagg_core.sharding import shard
 
 
 def lay_out(

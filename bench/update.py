@@ -33,7 +33,7 @@ from jagg_core.plans import groups_of, routed_groups
 from jagg_core.records import Cell, Record, recorded
 from jagg_core.reference import plain_gradient
 from jagg_core.rewards import Reward, load_reward, score
-from jagg_core.trajectory import rollout
+from jagg_core.rollouts import rollout
 
 REWARDS = {"digits": "ink", "photos": "redness"}
 """Reward by the data set that the samples look like, where none is asked for. Without a data set: decoding alone."""

@@ -22,9 +22,10 @@ if TYPE_CHECKING:
         subsample_plan,
     )
     from jagg_core.policy import ClassifierFreeGuidance, VelocityPolicy
+    from jagg_core.rollouts import rollout, sample_ode
     from jagg_core.schedule import dance_schedule, flux_schedule, qwen_image_schedule, sd3_schedule
     from jagg_core.seeding import initial_latents
-    from jagg_core.trajectory import ReplayMismatch, Trajectory, rollout, sample_ode
+    from jagg_core.trajectory import ReplayMismatch, Trajectory
     from jagg_core.transitions import CPS, DanceSDE, FlowSDE, Transition
 
 _HOMES = {
@@ -59,12 +60,14 @@ _HOMES = {
         "qwen_image_schedule",
         "sd3_schedule",
     ),
+    "rollouts": (
+        "rollout",
+        "sample_ode",
+    ),
     "seeding": ("initial_latents",),
     "trajectory": (
         "ReplayMismatch",
         "Trajectory",
-        "rollout",
-        "sample_ode",
     ),
     "transitions": (
         "CPS",

@@ -179,7 +179,8 @@ def train_backbone(arguments: argparse.Namespace) -> None:
 
 def train_reward(arguments: argparse.Namespace) -> None:
     """Retrain a shipped classifier."""
-    from jagg_core.rewards.classifier import RECIPES, classifier_path, train_classifier
+    from jagg_core.rewards.classifier import classifier_path
+    from jagg_core.rewards.training import RECIPES, train_classifier
 
     name, path = arguments.name, arguments.out or classifier_path(arguments.name)
     steps = RECIPES[name].steps if arguments.steps is None else arguments.steps

@@ -17,9 +17,11 @@ DEGENERATE_STD = 1e-6
 ROUNDING = 1e-12
 """A reward is its group's mean if it differs by less than this share of the group's largest: fp64 sums round."""
 
-
 Over = Literal["prompt", "batch", "none"]
-"""What a statistic of rewards is taken over."""
+"""Samples that a statistic of rewards is taken over."""
+
+Std = Literal["sample", "population"]
+"""Standard deviation with or without Bessel's correction."""
 
 
 class NoGroupSignal(UserWarning):
@@ -32,10 +34,10 @@ def group_advantages(
     *,
     centre: Over = "prompt",
     scale: Over = "prompt",
-    std: Literal["sample", "population"] = "sample",
+    std: Std = "sample",
     eps: float = 1e-8,
 ) -> Tensor:
-    """Advantages ``(reward - mean) / (std + eps)`` of ``rewards`` [B], fp64 statistics, returned in fp32 ``[B]``.
+    """Computes ``(reward - mean) / (std + eps)`` from ``rewards`` [B] by fp64 statistics; fp32 ``[B]``.
 
     DanceGRPO takes mean and sample std inside a prompt's samples; flow_grpo the population std; its ``global_std`` is
     ``scale="batch"``. Statistics are taken once per sample, before anything is repeated over steps. A group (or batch)
@@ -46,7 +48,7 @@ def group_advantages(
     """
     for name, value in (("centre", centre), ("scale", scale)):
         require_one_of(name, value, Over)
-    require_one_of("std", std, ("sample", "population"))
+    require_one_of("std", std, Std)
     if not (eps >= 0 and math.isfinite(eps)):
         raise ValueError(f"eps must be at least 0, got {eps}")
     if rewards.ndim != 1 or rewards.shape != prompt_ids.shape or len(rewards) == 0:
@@ -81,12 +83,53 @@ def group_advantages(
     if scale == "none":
         return centred.float()
     members = by[scale]
-    deviation = values - _group_mean(values, members)
-    count = members.bincount().to(values.dtype)
-    squares = torch.zeros_like(count).index_add_(0, members, deviation.square())
-    spread = (squares / (count - int(std == "sample")).clamp_min(1)).sqrt()[members]
+    _, spread, _ = _statistics(values, members, std)
     signal = spread > DEGENERATE_STD * _group_max(values.abs(), members)
     return torch.where(signal, centred / (spread + eps), 0.0).float()
+
+
+def advantage_slopes(
+    rewards: Tensor,
+    prompt_ids: Tensor,
+    *,
+    centre: Over = "prompt",
+    scale: Over = "prompt",
+    std: Std = "sample",
+    eps: float = 1e-8,
+) -> Tensor:
+    """Computes ``dA_i / dR_i`` of `group_advantages` for every sample, fp32 ``[B]``, for pathwise gradients.
+
+    Without a division by the std it is ``1 - 1/G`` for G samples per prompt. Where a loss clips the advantage its slope
+    is 0; that is for the caller to do.
+
+    Raises:
+        ValueError: as `group_advantages`; two samples in a standard deviation.
+    """
+    advantages = group_advantages(rewards, prompt_ids, centre=centre, scale=scale, std=std, eps=eps)
+    values = rewards.detach().double()
+    groups = prompt_ids.to(values.device).unique(return_inverse=True)[1]
+    by = {"prompt": groups, "batch": torch.zeros_like(groups), "none": torch.arange(len(values), device=values.device)}
+    size = by[centre].bincount()[by[centre]].double()
+    slopes = 1 - 1 / size if centre != "none" else torch.ones_like(values)
+    if scale == "none":
+        return slopes.float()
+    members = by[scale]
+    if (members.bincount() == 2).any():
+        # of two rewards the scaled advantage is only a sign: its derivative is 0, and a jump where they are equal
+        raise ValueError("scale: pathwise gradients need at least 3 samples per standard deviation, got 2")
+    deviation, spread, freedom = _statistics(values, members, std)
+    signal = spread > DEGENERATE_STD * _group_max(values.abs(), members)
+    safe = torch.where(signal, spread, 1.0)
+    bend = deviation / (freedom * safe)  # derivative of the std
+    return torch.where(signal, (slopes - advantages.double() * bend) / (safe + eps), 0.0).float()
+
+
+def _statistics(values: Tensor, members: Tensor, std: Std) -> tuple[Tensor, Tensor, Tensor]:
+    """Computes deviation from the group's mean, standard deviation and its degrees of freedom, each ``[B]``."""
+    deviation = values - _group_mean(values, members)
+    freedom = (members.bincount().to(values.dtype) - int(std == "sample")).clamp_min(1)
+    squares = torch.zeros_like(freedom).index_add_(0, members, deviation.square())
+    return deviation, (squares / freedom).sqrt()[members], freedom[members]
 
 
 def _group_mean(values: Tensor, members: Tensor) -> Tensor:

@@ -15,12 +15,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
 
-from jagg_core.advantages import DEGENERATE_STD, Over, group_advantages
 from jagg_core.checks import require_one_of
 from jagg_core.choices import Sweep
 from jagg_core.engine.modes import OffPolicyError
@@ -160,47 +158,6 @@ def pathwise_upstream(trajectory: Trajectory, adjoint: Adjoint, slopes: Tensor) 
         weight = -expand(slopes, gradient) / trajectory.elements
         upstream[step] = weight * expand(factor, gradient) * gradient
     return upstream
-
-
-def advantage_slopes(
-    rewards: Tensor,
-    prompt_ids: Tensor,
-    *,
-    centre: Over = "prompt",
-    scale: Over = "prompt",
-    std: Literal["sample", "population"] = "sample",
-    eps: float = 1e-8,
-) -> Tensor:
-    """Computes ``dA_i / dR_i`` of `jagg_core.group_advantages` for every sample, fp32 ``[B]``.
-
-    Without a division by the std it is ``1 - 1/G`` for G samples per prompt. Where a loss clips the advantage its slope
-    is 0; that is for the caller to do.
-
-    Raises:
-        ValueError: as `jagg_core.group_advantages`.
-    """
-    advantages = group_advantages(rewards, prompt_ids, centre=centre, scale=scale, std=std, eps=eps)
-    values = rewards.detach().double()
-    groups = prompt_ids.to(values.device).unique(return_inverse=True)[1]
-    by = {"prompt": groups, "batch": torch.zeros_like(groups), "none": torch.arange(len(values), device=values.device)}
-    size = by[centre].bincount()[by[centre]].double()
-    slopes = 1 - 1 / size if centre != "none" else torch.ones_like(values)
-    if scale != "none":
-        members = by[scale]
-        count = members.bincount()[members].double()
-        if (count == 2).any():
-            # of two rewards the scaled advantage is only a sign: its derivative is 0, and a jump where they are equal
-            raise ValueError("scale: pathwise gradients need at least 3 samples per standard deviation, got 2")
-        mean = torch.zeros_like(count).index_add_(0, members, values)[members] / count
-        squares = torch.zeros_like(count).index_add_(0, members, (values - mean).square())[members]
-        spread = (squares / (count - int(std == "sample")).clamp_min(1)).sqrt()
-        largest = torch.zeros_like(values).scatter_reduce_(0, members, values.abs(), "amax")[members]
-        signal = spread > DEGENERATE_STD * largest
-        safe = torch.where(signal, spread, 1.0)
-        # of the std itself: (R_i - mean) / ((n - ddof) std)
-        bend = (values - mean) / ((count - int(std == "sample")).clamp_min(1) * safe)
-        slopes = torch.where(signal, (slopes - advantages.double() * bend) / (safe + eps), 0.0)
-    return slopes.float()
 
 
 class _Pullback:

@@ -28,8 +28,9 @@ from analysis.statistics.names import CENTRINGS, PER_PROMPT
 from jagg_core import Plan, accumulate_gradients
 from jagg_core.records import Record, recorded
 from jagg_core.rewards import score
+from jagg_core.rollouts import rollout
 from jagg_core.seeding import derive_seed, generator_for
-from jagg_core.trajectory import Trajectory, rollout
+from jagg_core.trajectory import Trajectory
 
 SUBSAMPLED = (8, 5, 2)
 """Passes of the subsampling that the learning signal of plans is compared with."""

@@ -22,9 +22,9 @@ from analysis.measure.gradients import (
 from analysis.measure.spaces import ExactSpace, ProjectedSpace, Space
 from analysis.measure.study import DIMENSION, SpaceName
 from jagg_core import Plan, Trajectory, VelocityPolicy
-from jagg_core.distributed import Sharding
 from jagg_core.memory import free_memory
 from jagg_core.objective import ClippedSurrogate
+from jagg_core.sharding import Sharding
 
 WHOLE = "all"
 """Block of every parameter when none are told apart."""

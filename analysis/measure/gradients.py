@@ -17,9 +17,10 @@ from torch import Tensor
 
 from analysis.measure.spaces import Space
 from jagg_core import OffPolicyError, Plan, Trajectory, VelocityPolicy
-from jagg_core.distributed import Sharding, on_any_rank
+from jagg_core.distributed import on_any_rank
 from jagg_core.objective import ClippedSurrogate, upstream_closed_form
 from jagg_core.policy import has_reentrant_checkpointing
+from jagg_core.sharding import Sharding
 from jagg_core.trajectory import policy_signature, weights_version
 
 AT_ONCE_BYTES = 2**28

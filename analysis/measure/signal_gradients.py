@@ -19,8 +19,8 @@ from analysis.measure.knot_search import Knots, searched
 from analysis.measure.rollouts import Batch
 from analysis.statistics.names import PER_PROMPT, grouped_name
 from jagg_core import ClippedSurrogate, group_advantages
-from jagg_core.distributed import Sharding
 from jagg_core.plans import groups_of
+from jagg_core.sharding import Sharding
 
 ADVANTAGES: dict[str, Callable[[Batch], Tensor]] = {
     PER_PROMPT: lambda batch: batch.advantages,

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from analysis.measure.study import DIMENSION
 from analysis.statistics.parameter_kinds import ordered_blocks
-from jagg_core.distributed import Sharding
 from jagg_core.seeding import generator_for
+from jagg_core.sharding import Sharding
 
 CHUNK = 2**11
 """Gradient elements per matrix product of a Gram matrix."""

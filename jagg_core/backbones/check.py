@@ -13,8 +13,8 @@ from jagg_core.backbones.protocol import Backbone
 from jagg_core.plans import causal_plan, exact_plan, jagg_plan
 from jagg_core.policy import has_reentrant_checkpointing
 from jagg_core.reference import relative_error
+from jagg_core.rollouts import sample_ode
 from jagg_core.schedule import dance_schedule
-from jagg_core.trajectory import sample_ode
 
 CHECKS: dict[str, Callable[[Probe], Outcome]] = {}
 """Every check by its name, in the order in which they run, which is the order of this file."""

@@ -16,9 +16,10 @@ from jagg_core.objective import ClippedSurrogate, upstream_closed_form
 from jagg_core.plans import Plan, exact_plan
 from jagg_core.policy import VelocityPolicy
 from jagg_core.reference import TOLERANCE, plain_gradient
+from jagg_core.rollouts import rollout
 from jagg_core.schedule import dance_schedule
 from jagg_core.seeding import initial_latents
-from jagg_core.trajectory import Trajectory, rollout
+from jagg_core.trajectory import Trajectory
 from jagg_core.transitions import DanceSDE
 
 SAMPLES = 4

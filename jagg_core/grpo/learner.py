@@ -10,13 +10,14 @@ import torch
 from torch import Tensor, nn
 
 from jagg_core.backbones import Backbone, load_backbone, read_options
-from jagg_core.distributed import FixedParameters, on_any_rank, ranks, shard
+from jagg_core.distributed import FixedParameters, on_any_rank, ranks
 from jagg_core.grpo.communication import CollectiveClock
 from jagg_core.grpo.config import GRPOConfig
 from jagg_core.grpo.deferred import DeferredGradients
 from jagg_core.grpo.settings import ModelSettings
 from jagg_core.grpo.weights import AveragedWeights, MasterWeights
 from jagg_core.policy import VelocityPolicy
+from jagg_core.sharding import shard
 from jagg_core.trajectory import bits_version
 
 MOMENTS = ("exp_avg", "exp_avg_sq")

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.benchmark.utils.timer import timer
 
-from jagg_core.advantages import group_advantages, groups_without_signal
+from jagg_core.advantages import advantage_slopes, group_advantages, groups_without_signal
 from jagg_core.backbones import schedule_of
 from jagg_core.distributed import FirstError, gathered, in_step, raise_together, rank, ranks, told_by_ranks
 from jagg_core.engine import Report, accumulate_gradients
@@ -23,7 +23,7 @@ from jagg_core.grpo.plans import make_plan
 from jagg_core.grpo.sampling import Samples, prompts_of, random_steps, samples_of, window_of
 from jagg_core.imports import import_object
 from jagg_core.objective import ClippedSurrogate
-from jagg_core.pathwise import adjoint_sweep, advantage_slopes, pathwise_upstream
+from jagg_core.pathwise import adjoint_sweep, pathwise_upstream
 from jagg_core.policy import VelocityPolicy
 from jagg_core.rewards import (
     Reward,
@@ -33,9 +33,10 @@ from jagg_core.rewards import (
     options_of,
     score_in_update,
 )
+from jagg_core.rollouts import rollout, sample_ode
 from jagg_core.seeding import derive_seed, initial_latents
 from jagg_core.strict_json import read_json
-from jagg_core.trajectory import Trajectory, policy_signature, rollout, sample_ode
+from jagg_core.trajectory import Trajectory, policy_signature
 from jagg_core.transitions import TRANSITIONS
 
 

@@ -11,10 +11,11 @@ from jagg_core.rewards.base import (
     score,
     score_in_update,
 )
-from jagg_core.rewards.classifier import ClassifierLogProb, load_classifier, read_as_prompted, train_classifier
+from jagg_core.rewards.classifier import ClassifierLogProb, load_classifier, read_as_prompted
 from jagg_core.rewards.pixels import Colourfulness, Ink, Redness, Sharpness
 from jagg_core.rewards.preference import PreferenceReward
 from jagg_core.rewards.registry import check_reward, list_rewards, load_reward, options_of, reward_fingerprints
+from jagg_core.rewards.training import train_classifier
 
 __all__ = [
     "ClassifierLogProb",

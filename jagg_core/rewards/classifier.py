@@ -1,15 +1,10 @@
-"""Small convolutional classifiers of the two shipped data sets, as a reward and as a judge.
-
-Trained on the real images only (see `jagg_core.backbones.datasets`), with noise, gain and shifts added so that the
-slight imperfections of generated images do not mislead them, and with label smoothing so that the log-probability of a
-good image keeps headroom as a reward.
-"""
+"""Small convolutional classifiers of the two shipped data sets, as a reward and as a judge."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from functools import lru_cache
 from importlib.resources import files
 from pathlib import Path
@@ -19,17 +14,10 @@ import torch.nn.functional as F
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from jagg_core.backbones.datasets import PHOTOS, Crops, Labelled, digits, photos
-from jagg_core.backbones.training import one_cycle
-from jagg_core.checks import require_at_least
-from jagg_core.files import write_tensors
+from jagg_core.backbones.datasets import PHOTOS
 from jagg_core.hub import fingerprint
 from jagg_core.rewards.base import check_images
 
-HELD_OUT_SEED = 2**40
-"""Seed of the crops that a photo classifier is judged on; far from the small seeds people train with."""
-
-HELD_OUT_CROPS = 2048
 CHUNK = 512
 
 
@@ -48,25 +36,6 @@ class ClassifierSpec:
     widths: tuple[int, ...]
     strides: tuple[int, ...]
     pool: bool
-
-
-@dataclass(frozen=True)
-class ClassifierTraining:
-    """Settings of one training run.
-
-    Each sample is shifted by up to ``max_shift`` pixels, scaled by up to ``1 +- max_gain``, and gets noise of a
-    standard deviation of up to ``max_noise``, in units of intensity.
-    """
-
-    steps: int
-    batch: int = 128
-    learning_rate: float = 3e-3
-    weight_decay: float = 0.05
-    label_smoothing: float = 0.1
-    max_noise: float = 0.15
-    max_gain: float = 0.1
-    max_shift: int = 0
-    seed: int = 0
 
 
 CLASSIFIERS: dict[str, ClassifierSpec] = {
@@ -90,13 +59,6 @@ CLASSIFIERS: dict[str, ClassifierSpec] = {
     ),
 }
 """The classifiers that ship, by data set."""
-
-# photos are cropped anew for every sample, which shifts them already
-RECIPES: dict[str, ClassifierTraining] = {
-    "digits": ClassifierTraining(steps=1500, max_shift=1),
-    "photos": ClassifierTraining(steps=400, batch=64),
-}
-"""The settings that the shipped weights were trained with."""
 
 
 class Classifier(nn.Module):
@@ -191,7 +153,7 @@ def read_as_prompted(images: Tensor, prompts: Sequence[str], dataset: str) -> fl
     """
     if len(images) == 0:
         raise ValueError("images: at least one is needed, got none")
-    classifier = _shipped(dataset, str(images.device))
+    classifier = shipped_classifier(dataset, str(images.device))
     log_probs = classifier.log_probs(images)
     undefined = ~log_probs.isfinite().all(1)
     if undefined.any():
@@ -228,7 +190,7 @@ def load_classifier(dataset: str, device: torch.device | str = "cpu", *, path: P
     with safe_open(path, framework="pt") as file:
         stored = (file.metadata() or {}).get("spec")
         tensors = {key: file.get_tensor(key).float() for key in file.keys()}  # noqa: SIM118 (not a dict)
-    if stored != _spec_json(spec):
+    if stored != spec_json(spec):
         raise ValueError(
             f"{path} holds another classifier than {dataset} has now (its settings: {stored}); "
             f"rebuild it with: python -m jagg_core rewards train {dataset}"
@@ -239,7 +201,8 @@ def load_classifier(dataset: str, device: torch.device | str = "cpu", *, path: P
 
 
 @lru_cache(maxsize=4)
-def _shipped(dataset: str, device: str) -> Classifier:
+def shipped_classifier(dataset: str, device: str) -> Classifier:
+    """Loads a shipped classifier once per device."""
     return load_classifier(dataset, device)
 
 
@@ -254,95 +217,6 @@ def classifier_spec(dataset: str) -> ClassifierSpec:
     return CLASSIFIERS[dataset]
 
 
-def _spec_json(spec: ClassifierSpec) -> str:
+def spec_json(spec: ClassifierSpec) -> str:
+    """Writes a specification as canonical JSON, as stored in the weights' metadata."""
     return json.dumps(asdict(spec), sort_keys=True)
-
-
-def held_out(dataset: str, crops: int = HELD_OUT_CROPS, seed: int = HELD_OUT_SEED) -> tuple[Tensor, Tensor]:
-    """Real images that judge a classifier: ``[M, C, H, W]`` in [0, 1] and class ids ``[M]``.
-
-    Digits: the whole held-out fifth, never trained on. Photos: ``crops`` fresh crops; they come from
-    the same photographs as the training crops, so they measure recognition of these photographs, nothing wider.
-    """
-    spec = classifier_spec(dataset)
-    if dataset == "digits":
-        test = digits("test")
-        return test.images, test.labels
-    return photos(spec.size).sample(crops, torch.Generator().manual_seed(seed))
-
-
-def _augment(images: Tensor, settings: ClassifierTraining, generator: torch.Generator) -> Tensor:
-    """Shift, scale and add noise to images ``[N, C, H, W]``, each sample by its own amount; clamped to [0, 1]."""
-    n, _, height, width = images.shape
-    if settings.max_shift:
-        pad = settings.max_shift
-        padded = F.pad(images, (pad, pad, pad, pad))
-        offsets = torch.randint(2 * pad + 1, (n, 2), generator=generator).tolist()
-        images = torch.stack(
-            [image[:, y : y + height, x : x + width] for image, (y, x) in zip(padded, offsets, strict=True)]
-        )
-    amount = torch.rand(n, 2, 1, 1, 1, generator=generator)
-    gain = 1 + settings.max_gain * (2 * amount[:, 0] - 1)
-    noise = settings.max_noise * amount[:, 1] * torch.randn(images.shape, generator=generator)
-    return (images * gain + noise).clamp(0, 1)
-
-
-def train_classifier(
-    dataset: str,
-    path: Path | str,
-    steps: int | None = None,
-    seed: int = 0,
-    progress: Callable[[int, float], None] | None = None,
-) -> float:
-    """Train the classifier of ``dataset`` from scratch and write it to ``path`` in half precision.
-
-    ``steps``: the recipe's number where not given. ``progress(step, loss)`` is called after every step. Returns the
-    accuracy, in [0, 1], of the weights as written, on `held_out`; it is also in the file's metadata. The same seed
-    gives the same file, on the same machine and number of threads. Needs the ``train`` extra.
-
-    Raises:
-        ValueError: a data set without a classifier; fewer than one step.
-        FloatingPointError: the loss is not finite.
-    """
-    spec = classifier_spec(dataset)
-    recipe = RECIPES[dataset]
-    settings = replace(recipe, steps=recipe.steps if steps is None else steps, seed=seed)
-    require_at_least(settings, steps=1)
-    data: Crops | Labelled = digits("train") if dataset == "digits" else photos(spec.size)
-    generator = torch.Generator().manual_seed(seed)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        classifier = Classifier(spec).train()
-    optimizer = torch.optim.AdamW(
-        classifier.parameters(), lr=settings.learning_rate, weight_decay=settings.weight_decay
-    )
-    schedule = one_cycle(optimizer, settings.learning_rate, settings.steps)
-    for step in range(settings.steps):
-        images, labels = data.sample(settings.batch, generator)
-        log_probs = classifier(_augment(images, settings, generator))
-        loss = F.cross_entropy(log_probs, labels, label_smoothing=settings.label_smoothing)
-        optimizer.zero_grad(set_to_none=True)
-        loss.backward()
-        nn.utils.clip_grad_norm_(classifier.parameters(), 1.0)
-        optimizer.step()
-        schedule.step()
-        value = loss.item()
-        if not value < float("inf"):
-            raise FloatingPointError(f"the loss is {value} at step {step}")
-        if progress is not None:
-            progress(step, value)
-    tensors = {key: tensor.detach().half().contiguous() for key, tensor in classifier.state_dict().items()}
-    classifier.load_state_dict({key: tensor.float() for key, tensor in tensors.items()})
-    images, labels = held_out(dataset)
-    accuracy = (classifier.eval().log_probs(images).argmax(1) == labels).double().mean().item()
-    metadata = {
-        "spec": _spec_json(spec),
-        "dataset": dataset,
-        "classes": json.dumps(spec.classes),
-        "held_out_accuracy": f"{accuracy:.4f}",
-        "held_out_images": str(len(images)),
-        "settings": json.dumps(asdict(settings), sort_keys=True),
-    }
-    write_tensors(Path(path), tensors, metadata)
-    _shipped.cache_clear()
-    return accuracy

@@ -16,8 +16,8 @@ from torch.utils.checkpoint import checkpoint
 from analysis.measure import cross_table
 from analysis.measure.cross_table import CrossTable, collect_table, plan_gradients
 from jagg_core import ClippedSurrogate, Plan, Trajectory, causal_plan, dance_schedule, jagg_plan
+from jagg_core.rollouts import rollout
 from jagg_core.seeding import initial_latents
-from jagg_core.trajectory import rollout
 from jagg_core.transitions import DanceSDE
 from tests.jagg_core.fields import noise_like
 from tests.spawning import grouped

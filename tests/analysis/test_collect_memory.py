@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from analysis.measure.cross_table import SpaceName, collect_table
 from jagg_core import ClippedSurrogate, dance_schedule
-from jagg_core.trajectory import rollout
+from jagg_core.rollouts import rollout
 from jagg_core.transitions import DanceSDE
 
 ROOT = Path(__file__).resolve().parents[2]

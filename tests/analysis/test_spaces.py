@@ -17,7 +17,7 @@ from analysis.measure.cross_table import SpaceName, collect_table
 from analysis.measure.similarity import similarity
 from analysis.measure.spaces import ExactSpace, ProjectedSpace, Space, gram_matrix, inner_product_error
 from jagg_core import ClippedSurrogate, Plan, Trajectory
-from jagg_core.distributed import Piece, Sharding
+from jagg_core.sharding import Piece, Sharding
 from tests.analysis.test_collect import cross_gradients
 from tests.jagg_core.fields import ADVANTAGES, MlpField, make_rollout, noise_like
 

@@ -15,9 +15,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from bench.counting import Counter
-from jagg_core.distributed import FixedParameters, shard
+from jagg_core.distributed import FixedParameters
 from jagg_core.grpo import GRPOConfig, GRPOTrainer, deferred
 from jagg_core.grpo.deferred import DeferredGradients
+from jagg_core.sharding import shard
 from tests.grpo.runs import changed
 from tests.spawning import grouped
 

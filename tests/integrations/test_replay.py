@@ -12,8 +12,9 @@ from jagg_core.engine import OffPolicyError, RatioNoise, accumulate_gradients
 from jagg_core.integrations import HostPolicy, host_trajectory, plan_update, window_plan
 from jagg_core.objective import ClippedSurrogate
 from jagg_core.plans import causal_plan, exact_plan
+from jagg_core.rollouts import rollout
 from jagg_core.schedule import dance_schedule
-from jagg_core.trajectory import ReplayMismatch, Trajectory, rollout, weights_version
+from jagg_core.trajectory import ReplayMismatch, Trajectory, weights_version
 from jagg_core.transitions import CPS, DanceSDE, Transition
 from tests.jagg_core.fields import (
     ADVANTAGES,

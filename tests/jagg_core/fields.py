@@ -20,9 +20,10 @@ from jagg_core.plans import (
     spline_plan,
     subsample_plan,
 )
+from jagg_core.rollouts import rollout
 from jagg_core.schedule import dance_schedule
 from jagg_core.seeding import initial_latents
-from jagg_core.trajectory import Trajectory, rollout, weights_version
+from jagg_core.trajectory import Trajectory, weights_version
 from jagg_core.transitions import DanceSDE, Transition
 from tests.jagg_core.literal import kernel_log_prob, kernel_step
 

@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from jagg_core.engine import accumulate_gradients
 from jagg_core.objective import ClippedSurrogate
 from jagg_core.plans import exact_plan, jagg_plan
+from jagg_core.rollouts import rollout
 from jagg_core.schedule import dance_schedule
-from jagg_core.trajectory import Trajectory, rollout
+from jagg_core.trajectory import Trajectory
 from jagg_core.transitions import DanceSDE
 from tests.jagg_core.fields import ADVANTAGES, flat_gradient, relative_error
 

@@ -12,8 +12,6 @@ from torch.distributed.tensor.placement_types import Partial, Placement, Replica
 
 from jagg_core.distributed import (
     FirstError,
-    Piece,
-    Sharding,
     join,
     on_any_rank,
     on_first_rank,
@@ -21,6 +19,7 @@ from jagg_core.distributed import (
     require_device_each,
     told_by_ranks,
 )
+from jagg_core.sharding import Piece, Sharding
 
 
 class Part:

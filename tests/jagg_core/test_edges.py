@@ -15,10 +15,10 @@ from jagg_core.engine import accumulate_gradients
 from jagg_core.images import image_grid
 from jagg_core.objective import ClippedSurrogate
 from jagg_core.plans import Plan, causal_plan, exact_plan
+from jagg_core.rollouts import rollout, sample_ode
 from jagg_core.schedule import dance_schedule, network_sigma, time_shift
 from jagg_core.seeding import derive_seed
 from jagg_core.strict_json import RecordError
-from jagg_core.trajectory import rollout, sample_ode
 from jagg_core.transitions import DanceSDE
 from tests.jagg_core.fields import ADVANTAGES, MlpField, make_rollout
 

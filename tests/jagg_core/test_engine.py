@@ -22,8 +22,9 @@ from jagg_core.plans import (
     jagg_plan,
     spline_plan,
 )
+from jagg_core.rollouts import rollout
 from jagg_core.schedule import dance_schedule
-from jagg_core.trajectory import ReplayMismatch, Trajectory, rollout
+from jagg_core.trajectory import ReplayMismatch, Trajectory
 from jagg_core.transitions import DanceSDE, Transition
 from tests.jagg_core.fields import (
     ADVANTAGES,

@@ -22,8 +22,9 @@ from jagg_core import (
     group_advantages,
     rollout,
 )
+from jagg_core.advantages import advantage_slopes
 from jagg_core.objective import upstream_closed_form
-from jagg_core.pathwise import Adjoint, adjoint_sweep, advantage_slopes, pathwise_upstream
+from jagg_core.pathwise import Adjoint, adjoint_sweep, pathwise_upstream
 from jagg_core.schedule import dance_schedule
 from jagg_core.trajectory import Trajectory
 from jagg_core.transitions import Transition, expand

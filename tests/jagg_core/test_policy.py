@@ -9,8 +9,9 @@ from jagg_core.engine import accumulate_gradients
 from jagg_core.objective import ClippedSurrogate
 from jagg_core.plans import exact_plan
 from jagg_core.policy import ClassifierFreeGuidance, VelocityPolicy, guided
+from jagg_core.rollouts import rollout
 from jagg_core.schedule import dance_schedule
-from jagg_core.trajectory import ReplayMismatch, rollout
+from jagg_core.trajectory import ReplayMismatch
 from jagg_core.transitions import DanceSDE
 from tests.jagg_core.fields import ADVANTAGES, SHAPE, ConstantField, MlpField, noise_like
 

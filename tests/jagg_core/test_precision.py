@@ -12,9 +12,10 @@ from torch import Tensor
 from jagg_core.engine import OffPolicyError
 from jagg_core.objective import ClippedSurrogate, step_log_prob, upstream_closed_form
 from jagg_core.plans import Plan, exact_plan, jagg_plan
+from jagg_core.rollouts import rollout
 from jagg_core.schedule import dance_schedule
 from jagg_core.seeding import initial_latents
-from jagg_core.trajectory import Trajectory, rollout
+from jagg_core.trajectory import Trajectory
 from jagg_core.transitions import DanceSDE, Transition
 from tests.jagg_core.fields import ADVANTAGES, SHAPE, MlpField, gradient, make_rollout, relative_error
 from tests.jagg_core.literal import KERNEL_IDS, KERNELS, kernel_log_prob, kernel_step

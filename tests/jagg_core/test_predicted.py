@@ -11,9 +11,9 @@ import torch
 from jagg_core.engine import OffPolicyError, accumulate_gradients
 from jagg_core.objective import ClippedSurrogate, upstream_closed_form
 from jagg_core.plans import Plan, causal_plan, exact_plan
+from jagg_core.rollouts import rollout
 from jagg_core.schedule import dance_schedule
 from jagg_core.seeding import initial_latents
-from jagg_core.trajectory import rollout
 from jagg_core.transitions import CPS, DanceSDE, FlowSDE, Transition
 from tests.jagg_core.fields import ADVANTAGES, SHAPE, MlpField
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from jagg_core.rollouts import rollout
 from jagg_core.schedule import (
     TimestepMode,
     check_sigmas,
@@ -23,7 +24,6 @@ from jagg_core.schedule import (
     sd3_schedule,
     time_shift,
 )
-from jagg_core.trajectory import rollout
 from jagg_core.transitions import DanceSDE
 from tests.jagg_core.fields import MlpField
 

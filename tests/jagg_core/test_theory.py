@@ -19,9 +19,10 @@ from jagg_core.plans import (
     spline_plan,
     subsample_plan,
 )
+from jagg_core.rollouts import rollout
 from jagg_core.schedule import dance_schedule
 from jagg_core.seeding import initial_latents
-from jagg_core.trajectory import Trajectory, rollout
+from jagg_core.trajectory import Trajectory
 from jagg_core.transitions import CPS, DanceSDE, FlowSDE, Transition
 from tests.jagg_core.fields import (
     ADVANTAGES,

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from jagg_core.objective import step_log_prob
+from jagg_core.rollouts import rollout
 from jagg_core.schedule import dance_schedule, time_shift
 from jagg_core.seeding import initial_latents
-from jagg_core.trajectory import ReplayMismatch, Trajectory, policy_signature, rollout, weights_version
+from jagg_core.trajectory import ReplayMismatch, Trajectory, policy_signature, weights_version
 from jagg_core.transitions import CPS, DanceSDE, FlowSDE, Transition
 from tests.jagg_core.fields import SHAPE, ConstantField, MlpField, make_rollout, noise_like
 from tests.jagg_core.literal import KERNEL_IDS, KERNELS, kernel_log_prob, kernel_step

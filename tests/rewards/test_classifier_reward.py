@@ -14,7 +14,8 @@ from torch import Tensor
 from jagg_core.backbones.datasets import PHOTOS
 from jagg_core.rewards import ClassifierLogProb, load_classifier, read_as_prompted, score, train_classifier
 from jagg_core.rewards import classifier as module
-from jagg_core.rewards.classifier import CLASSIFIERS, classifier_path, held_out
+from jagg_core.rewards.classifier import CLASSIFIERS, classifier_path
+from jagg_core.rewards.training import held_out
 
 TARGETS = {"digits": 0.975, "photos": 0.97}
 

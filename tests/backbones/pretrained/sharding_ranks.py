@@ -12,7 +12,7 @@ from torch import Tensor
 from jagg_core import ClippedSurrogate, Trajectory, accumulate_gradients, causal_plan, dance_schedule, initial_latents
 from jagg_core.backbones import load_backbone
 from jagg_core.backbones.pretrained import PretrainedBackbone
-from jagg_core.trajectory import rollout
+from jagg_core.rollouts import rollout
 from jagg_core.transitions import DanceSDE
 from tests.spawning import grouped
 

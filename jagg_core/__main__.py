@@ -28,7 +28,7 @@ REWARD_EXAMPLE = "example: python -m jagg_core rewards train digits --seed 0"
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line."""
+    """Builds the parser of the command line."""
     top = argparse.ArgumentParser(
         prog="python -m jagg_core", description="Training, backbones, samples and rewards.", epilog=SAMPLE_EXAMPLE
     )
@@ -39,13 +39,13 @@ def parser() -> argparse.ArgumentParser:
     )
     actions = backbones.add_subparsers(dest="action")
     check = actions.add_parser("check", help="check that a backbone keeps its contract", epilog=CHECK_EXAMPLE)
-    check.add_argument("name", help="a registered backbone, or your own as module:function")
+    check.add_argument("name", help="a registered backbone, or yours as module:function")
     _add_loading(check)
     train = actions.add_parser("train", help="rebuild the weights of a shipped backbone", epilog=TRAIN_EXAMPLE)
     train.add_argument("name", choices=SHIPPED, help="a shipped backbone")
     train.add_argument("--steps", type=int, help="training steps, default those of the shipped weights")
     train.add_argument("--seed", type=int, default=0, help="of weights, batches and noise, default 0")
-    train.add_argument("--out", type=Path, help="weights file, default the package's own")
+    train.add_argument("--out", type=Path, help="weights file, default: the package's")
     rewards = commands.add_parser(
         "rewards", help="list rewards, or retrain a shipped classifier", epilog=REWARD_EXAMPLE
     )
@@ -53,13 +53,13 @@ def parser() -> argparse.ArgumentParser:
     classifier = reward_actions.add_parser(
         "train", help="rebuild the weights of a shipped classifier", epilog=REWARD_EXAMPLE
     )
-    classifier.add_argument("name", choices=("digits", "photos"), help="the images that it tells apart")
+    classifier.add_argument("name", choices=("digits", "photos"), help="the images that it classifies")
     classifier.add_argument("--steps", type=int, help="training steps, default those of the shipped weights")
     classifier.add_argument("--seed", type=int, default=0, help="of weights and batches, default 0")
-    classifier.add_argument("--out", type=Path, help="weights file, default the package's own")
+    classifier.add_argument("--out", type=Path, help="weights file, default: the package's")
     sample = commands.add_parser("sample", help="write a contact sheet, a row per prompt", epilog=SAMPLE_EXAMPLE)
     sample.add_argument(
-        "--backbone", default="photos-flux", help="registered, or your own as module:function; default photos-flux"
+        "--backbone", default="photos-flux", help="registered, or yours as module:function; default photos-flux"
     )
     sample.add_argument("--prompts", nargs="+", help="of the rows, default all of the backbone's")
     sample.add_argument("--count", type=int, default=8, help="samples per prompt, default 8")
@@ -95,7 +95,7 @@ def _load(name: str, arguments: argparse.Namespace) -> Backbone:
 
 
 def write_samples(arguments: argparse.Namespace) -> None:
-    """Sample and write the sheet.
+    """Samples and writes the sheet.
 
     Raises:
         ValueError: a setting out of range, before the backbone is loaded where it does not need it.
@@ -126,7 +126,7 @@ def write_samples(arguments: argparse.Namespace) -> None:
 
 
 def _row(backbone: Backbone, prompt: str, place: int, sigmas: Tensor, arguments: argparse.Namespace) -> Tensor:
-    """Images of the prompt in this place, ``[count, ...]``."""
+    """Samples images of the prompt in this place, ``[count, ...]``."""
     from jagg_core import DanceSDE, initial_latents, rollout, sample_ode
 
     policy, seed = backbone.policy([prompt] * arguments.count, arguments.guidance), arguments.seed
@@ -140,7 +140,7 @@ def _row(backbone: Backbone, prompt: str, place: int, sigmas: Tensor, arguments:
 
 
 def print_findings(arguments: argparse.Namespace) -> int:
-    """Print a line per finding on a backbone. Returns how many checks failed."""
+    """Prints a line per finding on a backbone. Returns the number of failed checks."""
     from jagg_core.backbones.check import check_backbone
 
     backbone = _load(arguments.name, arguments)
@@ -153,7 +153,7 @@ def print_findings(arguments: argparse.Namespace) -> int:
 
 
 def _run_training(name: str, steps: int, run: Callable[[Callable[[int, float], None]], float]) -> float:
-    """Run a training under a progress bar that shows the loss."""
+    """Runs a training under a progress bar that shows the loss."""
     with tqdm(total=steps, desc=f"train {name}") as bar:
 
         def progress(step: int, loss: float) -> None:
@@ -164,7 +164,7 @@ def _run_training(name: str, steps: int, run: Callable[[Callable[[int, float], N
 
 
 def train_backbone(arguments: argparse.Namespace) -> None:
-    """Retrain a shipped backbone."""
+    """Retrains a shipped backbone."""
     from jagg_core.backbones.pixel import weights_path
     from jagg_core.backbones.registry import TRAINED
     from jagg_core.backbones.training import RECIPES, train_pixel_backbone
@@ -178,7 +178,7 @@ def train_backbone(arguments: argparse.Namespace) -> None:
 
 
 def train_reward(arguments: argparse.Namespace) -> None:
-    """Retrain a shipped classifier."""
+    """Retrains a shipped classifier."""
     from jagg_core.rewards.classifier import classifier_path
     from jagg_core.rewards.training import RECIPES, train_classifier
 
@@ -190,7 +190,7 @@ def train_reward(arguments: argparse.Namespace) -> None:
 
 
 def list_backbone_table() -> None:
-    """Print what is registered: size, memory for the weights by dtype, licence, and where the weights are."""
+    """Prints the registered backbones: size, memory of the weights by dtype, licence and place of the weights."""
     from jagg_core.backbones import list_backbones
 
     rows: list[tuple[str, ...]] = [("name", "parameters", "GiB bf16", "GiB fp32", "licence", "weights", "")]
@@ -211,7 +211,7 @@ def list_backbone_table() -> None:
 
 
 def _short(parameters: int) -> str:
-    """``11.90 B``, ``1.31 M``, or ``?`` if not known."""
+    """Formats a count as ``11.90 B``, ``1.31 M``, or ``?`` if not known."""
     for size, unit in ((1e9, "B"), (1e6, "M"), (1e3, "K")):
         if parameters >= size:
             return f"{parameters / size:.2f} {unit}"
@@ -219,7 +219,7 @@ def _short(parameters: int) -> str:
 
 
 def list_reward_table() -> None:
-    """Print the registered rewards."""
+    """Prints the registered rewards."""
     from jagg_core.rewards import list_rewards
 
     for name, description in list_rewards().items():
@@ -227,7 +227,7 @@ def list_reward_table() -> None:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Run a command."""
+    """Runs a command."""
     given = sys.argv[1:] if argv is None else argv
     if given[:1] == ["train"]:
         from jagg_core.grpo.command import main as train

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 def require_at_least(settings: object, **minimum: int) -> None:
-    """Raise ValueError, naming the setting and what was found, unless each attribute is at least its minimum."""
+    """Raises ValueError with the setting and its value unless each attribute is at least its minimum."""
     for name, low in minimum.items():
         value = getattr(settings, name)
         if not value >= low:
@@ -18,14 +18,14 @@ def require_at_least(settings: object, **minimum: int) -> None:
 
 
 def require_one_of(name: str, value: object, allowed: object) -> None:
-    """Raise ValueError unless ``value`` is one of the choices of a Literal type, or of a tuple."""
+    """Raises ValueError unless ``value`` is one of the choices of a Literal type, or of a tuple."""
     choices = allowed if isinstance(allowed, tuple) else get_args(allowed)
     if value not in choices:
         raise ValueError(f"{name} must be one of {list(choices)}, got {value!r}")
 
 
 def require_positive(settings: object, *names: str) -> None:
-    """Raise ValueError unless each attribute is positive and finite."""
+    """Raises ValueError unless each attribute is positive and finite."""
     for name in names:
         value = getattr(settings, name)
         if not 0 < value < math.inf:
@@ -33,7 +33,7 @@ def require_positive(settings: object, *names: str) -> None:
 
 
 def require_device(device: torch.device | str) -> torch.device:
-    """The device of that name.
+    """Returns the device of that name.
 
     Raises:
         ValueError: no such device on this machine, or this build of torch does not reach it; names those that it has.

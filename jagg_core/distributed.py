@@ -19,15 +19,15 @@ from jagg_core.policy import VelocityPolicy
 T = TypeVar("T")
 
 AROUND: ContextVar[Callable[[], AbstractContextManager[None]]] = ContextVar("around collectives", default=nullcontext)
-"""Makes what `on_any_rank`, `told_by_ranks` and `gathered` enter while a collective runs, such as a stopwatch."""
+"""Makes the context of a collective in `on_any_rank`, `texts_of_ranks` and `gathered`, such as a stopwatch."""
 
 
 class RankFailed(RuntimeError):
-    """Something failed on some ranks; raised on every one, and names them and their errors."""
+    """An error on some ranks; raised on every rank, with the ranks and their errors."""
 
 
 def on_any_rank(here: bool, device: torch.device) -> bool:
-    """Whether something is true on this or any other rank of the default process group."""
+    """Tells whether ``here`` is true on any rank of the default process group."""
     if ranks() == 1:
         return here
     flag = torch.tensor(int(here), device=device)
@@ -36,17 +36,17 @@ def on_any_rank(here: bool, device: torch.device) -> bool:
     return bool(flag.item())
 
 
-def told_by_ranks(text: str, device: torch.device) -> str:
-    """What ranks have to say, with their numbers if there are several; empty if nobody says anything.
+def texts_of_ranks(text: str, device: torch.device) -> str:
+    """Joins the texts of all ranks, with their numbers if there are several ranks; empty if all texts are.
 
-    Called on every rank. Costs an `on_any_rank` while nobody says anything.
+    Called on every rank. Costs one `on_any_rank` while all texts are empty.
     """
     if ranks() == 1 or not on_any_rank(bool(text), device):
         return text
-    told = [""] * ranks()
+    texts = [""] * ranks()
     with AROUND.get()():
-        dist.all_gather_object(told, text)
-    return "; ".join(f"rank {number}: {said}" for number, said in enumerate(told) if said)
+        dist.all_gather_object(texts, text)
+    return "; ".join(f"rank {number}: {text}" for number, text in enumerate(texts) if text)
 
 
 class FirstError:
@@ -61,7 +61,7 @@ class FirstError:
 
     @contextmanager
     def keep(self, kind: type[Exception]) -> Iterator[None]:
-        """An error of that kind ends the body, and is kept."""
+        """Ends the body at an error of that kind, and keeps it."""
         try:
             yield
         except kind as error:
@@ -69,43 +69,43 @@ class FirstError:
 
 
 def raise_together(error: Exception | None, device: torch.device) -> None:
-    """Raise on every rank if there is an error on any. Called on every rank, so not after an error inside collectives.
+    """Raises on every rank if any rank has an error. Called on every rank, so not after an error inside collectives.
 
     Raises:
-        RankFailed: there is one; on a single rank it is raised as it is.
+        RankFailed: a rank has an error; on a single rank that error itself is raised.
     """
     if error is not None and ranks() == 1:
         raise error
-    told = told_by_ranks("" if error is None else f"{type(error).__name__}: {error}", device)
-    if told:
-        raise RankFailed(told) from error
+    errors = texts_of_ranks("" if error is None else f"{type(error).__name__}: {error}", device)
+    if errors:
+        raise RankFailed(errors) from error
 
 
 def on_first_rank(work: Callable[[], T], device: torch.device) -> T | None:
-    """What ``work`` returns on the first rank, None on the others, which wait for it. There are no collectives in it.
+    """Returns the result of ``work`` on the first rank and None on the others, which wait. ``work`` has no collectives.
 
     Raises:
-        RankFailed: it failed; on a single rank its error is raised as it is.
+        RankFailed: ``work`` failed; on a single rank its error itself is raised.
     """
-    found, broken = None, FirstError()
+    result, broken = None, FirstError()
     with broken.keep(Exception):
-        found = work() if rank() == 0 else None
+        result = work() if rank() == 0 else None
     raise_together(broken.error, device)
-    return found
+    return result
 
 
 def ranks() -> int:
-    """Ranks of the default process group; 1 without one."""
+    """Counts the ranks of the default process group; 1 without one."""
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
 def rank() -> int:
-    """This process's place in it; 0 without one."""
+    """Returns this process's rank in the default process group; 0 without one."""
     return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
 
 
 def gathered(values: Tensor) -> Tensor:
-    """``values`` [N, ...] of all ranks, in their order, ``[ranks * N, ...]``; equal shapes everywhere."""
+    """Gathers ``values`` [N, ...] of all ranks, in their order, ``[ranks * N, ...]``; shapes must be equal."""
     if ranks() == 1:
         return values
     parts = [torch.empty_like(values) for _ in range(ranks())]
@@ -115,12 +115,12 @@ def gathered(values: Tensor) -> Tensor:
 
 
 def join(device: str, timeout: int) -> torch.device:
-    """Join the process group that ``torchrun`` set up, if it did. Returns this rank's device.
+    """Joins the process group that ``torchrun`` set up, if any. Returns this rank's device.
 
     ``timeout``: seconds that a rank waits for the others.
 
     Raises:
-        ValueError: a variable of ``torchrun`` is missing or no such number, or see `require_device_each`.
+        ValueError: a variable of ``torchrun`` is missing or out of range, or the device fails `require_device_each`.
     """
     world = _launched("WORLD_SIZE", 1) if "WORLD_SIZE" in os.environ else 1
     if world == 1 or dist.is_initialized():
@@ -137,16 +137,16 @@ def join(device: str, timeout: int) -> torch.device:
 
 
 LAUNCH = ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-"""What ``torchrun`` sets beside ``WORLD_SIZE`` and ranks cannot do without."""
+"""Variables that ``torchrun`` sets together with ``WORLD_SIZE``, and that ranks need."""
 
 
 def ranks_here(otherwise: int) -> int:
-    """Ranks on this machine as ``torchrun`` tells them, ``otherwise`` without it."""
+    """Counts the ranks on this machine by ``torchrun``'s variable; ``otherwise`` without it."""
     return _launched("LOCAL_WORLD_SIZE", 1) if "LOCAL_WORLD_SIZE" in os.environ else otherwise
 
 
 def _launched(name: str, low: int, end: int | None = None) -> int:
-    """A variable of the launcher, a whole number of at least ``low`` and below ``end``."""
+    """Reads a variable of the launcher, a whole number of at least ``low`` and below ``end``."""
     text = os.environ[name]
     if not (text.isascii() and text.isdigit()) or int(text) < low or (end is not None and int(text) >= end):
         wanted = f"of at least {low}" if end is None else f"from {low} to {end - 1}"
@@ -155,7 +155,7 @@ def _launched(name: str, low: int, end: int | None = None) -> int:
 
 
 def require_device_each(device: str, here: int) -> None:
-    """Check that each of the ``here`` ranks of this machine has a device.
+    """Checks that each of the ``here`` ranks of this machine has a device.
 
     Raises:
         ValueError: no such device, a GPU by its number, or more ranks than GPUs.
@@ -164,7 +164,7 @@ def require_device_each(device: str, here: int) -> None:
     if made.type != "cuda":
         return
     if made.index is not None:
-        raise ValueError(f"device must be cuda or cpu on several ranks, of which each takes its own, got {device!r}")
+        raise ValueError(f"device must be cuda or cpu on several ranks, each of which takes one GPU, got {device!r}")
     if here > torch.cuda.device_count():
         raise ValueError(
             f"ranks of this machine must be at most its {torch.cuda.device_count()} GPUs with device {device!r}, "
@@ -175,27 +175,27 @@ def require_device_each(device: str, here: int) -> None:
 def join_as(
     rank: int, local_rank: int, world: int, device: str, timeout: int, rendezvous: str = "env://"
 ) -> torch.device:
-    """Join a process group of ``world`` ranks, by NCCL on GPUs and gloo on the CPU. Returns this rank's device."""
-    found = torch.device(device)
-    if found.type == "cuda":
-        found = torch.device("cuda", local_rank)
-        torch.cuda.set_device(found)
+    """Joins a process group of ``world`` ranks, by NCCL on GPUs and gloo on the CPU. Returns this rank's device."""
+    place = torch.device(device)
+    if place.type == "cuda":
+        place = torch.device("cuda", local_rank)
+        torch.cuda.set_device(place)
     dist.init_process_group(
-        "nccl" if found.type == "cuda" else "gloo",
+        "nccl" if place.type == "cuda" else "gloo",
         init_method=rendezvous,
         rank=rank,
         world_size=world,
         timeout=timedelta(seconds=timeout),
-        device_id=found if found.type == "cuda" else None,
+        device_id=place if place.type == "cuda" else None,
     )
-    return found
+    return place
 
 
 class FixedParameters:
     """A policy that always shows the same parameters: a sharded module shows gathered ones during a forward.
 
     Attributes:
-        calls: of `velocity` so far.
+        calls: number of calls of `velocity`.
     """
 
     def __init__(self, policy: VelocityPolicy, parameters: Sequence[Tensor]) -> None:
@@ -204,25 +204,25 @@ class FixedParameters:
         self.calls = 0
 
     def velocity(self, latents: Tensor, sigma: Tensor, rows: Tensor) -> Tensor:
-        """See `jagg_core.policy.VelocityPolicy`."""
+        """Computes the policy's velocity, and counts the call."""
         self.calls += 1
         return self._policy.velocity(latents, sigma, rows)
 
     def parameters(self) -> list[Tensor]:
-        """As they were given."""
+        """Returns the given parameters."""
         return self._parameters
 
     def signature(self) -> dict[str, str]:
-        """The policy's own; empty if it has none."""
-        found: dict[str, str] = getattr(self._policy, "signature", dict)()
-        return found
+        """Returns the policy's signature; empty if it has none."""
+        signature: dict[str, str] = getattr(self._policy, "signature", dict)()
+        return signature
 
 
 @contextmanager
 def in_step(policy: VelocityPolicy, latents: Tensor, calls: int) -> Iterator[None]:
-    """Sampling in the body that breaks off at a velocity that is not finite still calls the policy ``calls`` times.
+    """Completes the policy's ``calls`` where sampling in the body stops at a velocity that is not finite.
 
-    In every call other ranks gather weights. ``latents``: pure noise ``[N, ...]`` that the calls may be made with.
+    Other ranks gather weights in every call. ``latents`` are pure noise ``[N, ...]`` for the remaining calls.
     """
     try:
         yield

@@ -1,4 +1,4 @@
-"""Where a run happens, and by which command."""
+"""The environment and the command of a run."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 
 def environment() -> dict[str, Any]:
-    """Where a run happens: versions, threads, devices, processor, clocks and load of this moment, commit."""
+    """Reads versions, threads, devices, processor, clocks, load and commit at this moment."""
     import torch
 
     packages: dict[str, str | None] = {}
@@ -44,7 +44,7 @@ def _processor() -> str:
 
 
 def _cpuinfo(name: str) -> list[str]:
-    """A field of every core, where the system has ``/proc/cpuinfo``."""
+    """Reads a field of every core, where the system has ``/proc/cpuinfo``."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -53,19 +53,19 @@ def _cpuinfo(name: str) -> list[str]:
 
 
 def _cuda_mhz(index: int) -> float | None:
-    """Clock of the multiprocessors; None without the driver's library, which torch asks."""
+    """Reads the clock of the multiprocessors in MHz; None without the driver's library."""
     import torch
 
     try:
         return float(torch.cuda.clock_rate(index))
-    except Exception:  # the library's own exceptions cannot be named without it
+    except Exception:  # the library's exceptions cannot be named without it
         return None
 
 
 def git_state(checkout: Path) -> dict[str, Any]:
-    """``commit`` of the checkout, and whether files differ from it (``dirty``); both None outside one.
+    """Reads ``commit`` of the checkout, and whether files differ from it (``dirty``); both None outside a checkout.
 
-    Files in ``results/`` do not count: they are what runs leave, and a run that is made anew replaces its own.
+    Files in ``results/`` do not count: runs leave them, and a repeated run replaces them.
     """
 
     def git(*arguments: str) -> str:
@@ -73,7 +73,7 @@ def git_state(checkout: Path) -> dict[str, Any]:
         return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
 
     try:
-        # an installed package may lie inside somebody else's repository
+        # an installed package may lie inside another repository
         if Path(git("rev-parse", "--show-toplevel")).resolve() != checkout.resolve():
             return {"commit": None, "dirty": None}
         changed = git("status", "--porcelain", "--untracked-files=no", "--", ".", ":(exclude)results")
@@ -83,7 +83,7 @@ def git_state(checkout: Path) -> dict[str, Any]:
 
 
 def command_line() -> list[str]:
-    """The command that is running, free of this machine's paths."""
+    """Returns the running command without paths of this machine."""
     name = Path(sys.argv[0])
     module = name.parent.name if name.name == "__main__.py" else name.name
     return ["python", "-m", module, *sys.argv[1:]]

@@ -10,11 +10,11 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 
 def add_flags(command: argparse.ArgumentParser, settings: type[Any], skip: Sequence[str] = ()) -> None:
-    """Add a flag for every field of the dataclass ``settings`` but those in ``skip``.
+    """Adds a flag for every field of the dataclass ``settings`` except those in ``skip``.
 
     A tuple takes any number of values, over several flags too; a bool is a switch; a Literal has its choices. Flags
-    that are not given are absent from the parsed arguments. What the docstrings of the class and of those that it
-    inherits from say about their attributes is the help.
+    that are not given are absent from the parsed arguments. The help is what the docstrings of the class and its bases
+    say about the attribute.
     """
     types, about = get_type_hints(settings), described(settings)
     for field in fields(settings):
@@ -37,20 +37,20 @@ def add_flags(command: argparse.ArgumentParser, settings: type[Any], skip: Seque
 
 
 def described(settings: type[Any]) -> dict[str, str]:
-    """What the docstrings of a dataclass and its bases say about each attribute; nothing without docstring_parser."""
+    """Reads the texts on attributes in the docstrings of a dataclass and its bases; none without docstring_parser."""
     try:
         from docstring_parser import parse
-    except ImportError:  # help alone is the poorer for it
+    except ImportError:  # only the help becomes shorter
         return {}
-    found: dict[str, str] = {}
+    texts: dict[str, str] = {}
     for kind in reversed(settings.__mro__[:-1]):
         for attribute in parse(getdoc(kind) or "").params:
             text = " ".join((attribute.description or "").split()).rstrip(".")
-            found[attribute.arg_name] = text.replace("%", "%%").replace("`", "")
-    return found
+            texts[attribute.arg_name] = text.replace("%", "%%").replace("`", "")
+    return texts
 
 
 def given(arguments: argparse.Namespace, settings: type[Any]) -> dict[str, Any]:
-    """The fields of ``settings`` whose flags were given."""
-    found = {f.name: getattr(arguments, f.name) for f in fields(settings) if hasattr(arguments, f.name)}
-    return {name: tuple(value) if isinstance(value, list) else value for name, value in found.items()}
+    """Selects the fields of ``settings`` whose flags were given."""
+    values = {f.name: getattr(arguments, f.name) for f in fields(settings) if hasattr(arguments, f.name)}
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}

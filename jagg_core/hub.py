@@ -14,10 +14,10 @@ _EDGE = 1 << 16
 def find_files(
     setting: str, name: str, patterns: Sequence[str], revision: str | None = None, layout: str = "a folder"
 ) -> tuple[Path, str]:
-    """The folder ``name`` if it is one; else files of the hub's ``name`` that match, fetched or in the cache.
+    """Finds the local folder ``name``, or else fetches the files of the hub's ``name`` that match ``patterns``.
 
-    ``setting``: the option that gives the name, and ``layout``: what folder it may be, for the errors. Returns the
-    folder, and the commit of the hub, which is empty for a local one.
+    Errors name the option ``setting`` and the ``layout`` of a folder. Returns the folder and the hub's commit, which is
+    empty for a local folder.
 
     Raises:
         ValueError: no such folder or repository, no access to a gated one, or no connection; says what to do.
@@ -25,11 +25,11 @@ def find_files(
     nowhere = f"{setting}: there is no folder {name}; allowed: {layout}, or a hub id"
     try:
         folder = Path(name).expanduser().resolve()
-    except RuntimeError as error:  # the home of a user that there is not
+    except RuntimeError as error:  # the home of a user who does not exist
         raise ValueError(nowhere) from error
     if folder.is_dir():
         if revision is not None:
-            raise ValueError(f"revision is for the hub, and {name} is a local folder, got {revision!r}")
+            raise ValueError(f"revision must be None for the local folder {name}, got {revision!r}")
         return folder, ""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import (
@@ -66,7 +66,7 @@ def find_files(
 
 
 def fingerprint(files: Sequence[Path], root: Path | None = None, digest_size: int = 8) -> str:
-    """What tells files from others: names (below ``root``, where given), sizes and both ends of each."""
+    """Computes a digest of files: names (below ``root``, where given), sizes and both ends of each."""
     digest = blake2b(digest_size=digest_size)
     for file in files:
         size = file.stat().st_size
@@ -80,7 +80,7 @@ def fingerprint(files: Sequence[Path], root: Path | None = None, digest_size: in
 
 
 def read_object(file: Path) -> dict[str, Any]:
-    """The JSON object in ``file``.
+    """Reads the JSON object in ``file``.
 
     Raises:
         ValueError: it cannot be read.

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 LARGE = 96
-"""Pixels of a side up to which small images are enlarged."""
+"""Largest side in pixels to which small images are enlarged."""
 
 
 def image_grid(images: Tensor, columns: int, scale: int | None = None, gap: int = 1) -> Tensor:
-    """Images ``[N, C, H, W]`` in [0, 1] as one RGB picture ``[3, height, width]``, enlarged ``scale`` times.
+    """Arranges images ``[N, C, H, W]`` in [0, 1] as one RGB picture ``[3, height, width]``, enlarged ``scale`` times.
 
     ``scale`` None: as many times as keep the longer side within `LARGE`, at least once.
 
@@ -40,7 +40,7 @@ def image_grid(images: Tensor, columns: int, scale: int | None = None, gap: int 
 
 
 def png_bytes(picture: Tensor) -> bytes:
-    """An RGB picture ``[3, height, width]`` in [0, 1] as a PNG file. Needs Pillow."""
+    """Encodes an RGB picture ``[3, height, width]`` in [0, 1] as a PNG file. Needs Pillow."""
     from PIL import Image
 
     pixels = (picture.clamp(0, 1) * 255).round().to(torch.uint8).permute(1, 2, 0).contiguous()

@@ -14,10 +14,9 @@ _NAME = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
 
 
 def import_object(text: str, setting: str, allowed: str) -> object:
-    """What ``module:object`` names. Under ``python -m`` modules of the current directory can be imported.
+    """Imports the object that ``module:object`` names; under ``python -m`` also from the current directory.
 
-    ``setting`` and ``allowed`` (what the setting may be) are for the errors. An error inside the module is not caught:
-    it is for its author to see.
+    Errors name ``setting`` and its choices ``allowed``. An error inside the module is not caught: its author needs it.
 
     Raises:
         ValueError: text of another form, no such module, or no such object in it.
@@ -26,21 +25,21 @@ def import_object(text: str, setting: str, allowed: str) -> object:
         raise ValueError(f"{setting} {text!r} cannot be read; allowed: {allowed}")
     module_name, _, attribute = text.partition(":")
     try:
-        found: object = import_module(module_name)
+        value: object = import_module(module_name)
     except ModuleNotFoundError as error:
-        # a missing module inside the user's own is theirs to see
+        # an import that fails inside the user's module is not caught
         if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
             raise
         raise ValueError(f"{setting} {text!r}: there is no module {error.name!r}; allowed: {allowed}") from error
     for part in attribute.split("."):
-        if not hasattr(found, part):
+        if not hasattr(value, part):
             raise ValueError(f"{setting} {text!r}: {module_name} has no {attribute!r}; allowed: {allowed}")
-        found = getattr(found, part)
-    return found
+        value = getattr(value, part)
+    return value
 
 
 def source_fingerprint(*modules: str) -> str:
-    """Computes what tells the files of imported modules from others; modules without a file are left out."""
+    """Computes a digest of the files of imported modules; modules without a file are left out."""
     files = {getattr(sys.modules.get(module), "__file__", None) for module in modules}
     return fingerprint(sorted(Path(file) for file in files if file))
 
@@ -53,8 +52,8 @@ def lazy_names(
     So a command can show its help without waiting for torch.
 
     Args:
-        package: its name.
-        names: what the package exports, by the submodule that has it.
+        package: name of the package.
+        names: exported names by the submodule that has them.
     """
     homes = {name: module for module, inside in names.items() for name in inside}
 

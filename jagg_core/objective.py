@@ -18,10 +18,10 @@ from jagg_core.trajectory import Trajectory
 from jagg_core.transitions import Transition, expand, per_sample_mean
 
 KLForm = Literal["noise", "std", "mean", "velocity", "log_ratio"]
-"""What the KL term of `ClippedSurrogate` measures."""
+"""Measure of the KL term of `ClippedSurrogate`."""
 
 Bounds = float | tuple[float, float]
-"""A limit on both sides: ``c`` stands for ``(-c, c)``."""
+"""Limits below and above: ``c`` stands for ``(-c, c)``."""
 
 
 @dataclass(frozen=True)
@@ -32,8 +32,8 @@ class ClippedSurrogate:
     ``adv_clip``; r is the ratio to the rollout's policy. ``clip_range`` and ``adv_clip`` are a number ``c``, which
     stands for ``(-c, c)``, or the offsets ``(low, high)`` with ``low < 0 < high`` (Flow-Factory).
 
-    ``kl_form`` says what the KL is, a mean over latent elements. With m the mean of the transition and ``m_ref`` that
-    of a reference policy:
+    ``kl_form`` is the measure of the KL, a mean over latent elements. With means m of the transition under the policy
+    and ``m_ref`` under a reference policy:
 
     - ``"noise"``: ``(m - m_ref)^2 / (2 c^2)`` with c the whole noise scale of the step, the KL of the two Gaussians.
       flow_grpo's Wan script and verl-omni's ``dance_sde`` have it.
@@ -61,31 +61,31 @@ class ClippedSurrogate:
 
     @property
     def needs_reference(self) -> bool:
-        """Whether the KL is to a reference policy."""
+        """Tells whether the KL is to a reference policy."""
         return self.kl_beta > 0 and self.kl_form != "log_ratio"
 
     @property
     def ratio_bounds(self) -> tuple[float, float]:
-        """Offsets of the ratio from 1 at which it is clipped, below and above."""
+        """Returns the offsets of the ratio from 1 at which it is clipped, below and above."""
         return _bounds("clip_range", self.clip_range)
 
     def clip_advantages(self, advantages: Tensor) -> Tensor:
-        """Advantages within ``adv_clip``."""
+        """Clips advantages to ``adv_clip``."""
         return advantages.clamp(*_bounds("adv_clip", self.adv_clip))
 
     def surrogate(self, log_ratio: Tensor, advantages: Tensor) -> Tensor:
-        """Loss per sample ``[B]`` without KL."""
+        """Computes the loss per sample ``[B]`` without KL."""
         ratio, (low, high) = log_ratio.exp(), self.ratio_bounds
         clipped = ratio.clamp(1 + low, 1 + high)
         return torch.maximum(-advantages * ratio, -advantages * clipped)
 
     def is_clipped(self, log_ratio: Tensor, advantages: Tensor) -> Tensor:
-        """Samples whose surrogate has no gradient, ``[B]`` bool."""
+        """Marks samples whose surrogate has no gradient, ``[B]`` bool."""
         ratio, (low, high) = log_ratio.exp(), self.ratio_bounds
         return ((advantages > 0) & (ratio > 1 + high)) | ((advantages < 0) & (ratio < 1 + low))
 
     def kl_factor(self, transition: Transition, sigma: Tensor, next_sigma: Tensor) -> Tensor:
-        """Computes what multiplies the mean of ``(m - m_ref)^2`` at a step, fp64 of the shape of ``sigma``.
+        """Computes the factor of the mean of ``(m - m_ref)^2`` at a step, fp64 of the shape of ``sigma``.
 
         Raises:
             ValueError: no public trainer has this form with this kernel, or the form has no reference.
@@ -102,10 +102,10 @@ class ClippedSurrogate:
         raise ValueError(f"kl_form {self.kl_form!r} has no reference policy")
 
     def require_fitting(self, trajectory: Trajectory, has_reference: bool) -> None:
-        """Refuses a KL that the trajectory's kernel, or a missing reference policy, does not allow.
+        """Checks that the KL fits the trajectory's kernel and the reference policy.
 
         Raises:
-            ValueError: see above.
+            ValueError: it does not, or the reference policy is missing.
         """
         if not self.needs_reference:
             return
@@ -118,7 +118,7 @@ class ClippedSurrogate:
 
 
 def _bounds(name: str, value: Bounds) -> tuple[float, float]:
-    """Offsets (low, high) around 0."""
+    """Reads offsets (low, high) around 0."""
     if isinstance(value, (int, float)):
         if not value > 0:
             raise ValueError(f"{name} must be positive, got {value}")
@@ -130,13 +130,13 @@ def _bounds(name: str, value: Bounds) -> tuple[float, float]:
 
 @dataclass(frozen=True)
 class Upstream:
-    """What one step contributes: the upstream gradient and the figures that go with it.
+    """The upstream gradient of one step, and the figures that go with it.
 
     Attributes:
         gradient: ``s_j`` [B, *D].
-        loss: per sample ``[B]``, with the KL.
-        kl: per sample ``[B]``, before it is multiplied by ``kl_beta``; 0 without a KL.
-        log_ratio: per sample ``[B]``.
+        loss: loss per sample ``[B]``, with the KL.
+        kl: KL per sample ``[B]``, without the factor ``kl_beta``; 0 without a KL.
+        log_ratio: log ratio per sample ``[B]``.
         clipped: samples without surrogate gradient, ``[B]`` bool.
     """
 
@@ -209,7 +209,7 @@ def upstream_closed_form(
     """Computes the upstream gradient from the formula ``s = -A r / D dlogp/dv`` (0 where clipped), plus the KL's.
 
     Without ``velocity`` the policy is taken to be the rollout's: the ratio r is 1, the residual is the stored
-    noise, and no forward is needed. This is not checked here.
+    noise, and no forward is needed. The caller checks that this holds.
 
     Raises:
         ValueError: ``objective.needs_reference`` and ``reference_velocity`` is missing.

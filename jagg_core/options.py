@@ -1,4 +1,4 @@
-"""Options of what is loaded by name, written ``option=value``: read by the types that its loader declares."""
+"""Options ``option=value`` of backbones and rewards, read by the types that the loader declares."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import get_args, get_type_hints
 
 
 def read_values(kind: str, name: str, load: Callable[..., object], texts: Sequence[str]) -> dict[str, object]:
-    """Options of the ``kind`` (backbone, reward) ``name`` written as ``option=value``.
+    """Reads options ``option=value`` of the ``kind`` (backbone, reward) ``name``.
 
-    ``load``: what takes them, as keyword-only arguments; their types say how a value is read.
+    ``load`` is the function that takes them as keyword-only arguments; their types decide how a value is read.
 
     Raises:
         ValueError: unknown option, one given twice, or a value that is not of the option's type.
@@ -20,7 +20,7 @@ def read_values(kind: str, name: str, load: Callable[..., object], texts: Sequen
     pairs = [text.partition("=") for text in texts]
     bad = [text for text, (_, equals, _) in zip(texts, pairs, strict=True) if not equals]
     if bad:
-        raise ValueError(f"{kind} options are written option=value, got {bad[0]!r}")
+        raise ValueError(f"{kind} options must be written option=value, got {bad[0]!r}")
     values = {option: value for option, _, value in pairs}
     if len(values) < len(pairs):
         raise ValueError(f"{kind} options must be different, got {list(texts)}")
@@ -30,7 +30,7 @@ def read_values(kind: str, name: str, load: Callable[..., object], texts: Sequen
 
 
 def require_options(kind: str, name: str, load: Callable[..., object], options: Mapping[str, object]) -> None:
-    """Raise ValueError, naming the nearest and what is allowed, unless every option is one that ``load`` takes."""
+    """Raises ValueError, with the nearest and all allowed names, unless ``load`` takes every option."""
     try:
         parameters = inspect.signature(load).parameters.values()
     except ValueError:  # some functions written in C do not show theirs
@@ -46,7 +46,7 @@ def require_options(kind: str, name: str, load: Callable[..., object], options: 
 
 
 def _converted(option: str, text: str, wanted: object) -> object:
-    """``text`` as a number or a truth value where ``wanted`` is one, or one or None; else as it is."""
+    """Converts ``text`` to a number or a truth value where the type ``wanted`` has one; else returns it unchanged."""
     kinds = [kind for kind in get_args(wanted) or (wanted,) if kind in _READERS]
     for kind in kinds:
         try:
@@ -62,4 +62,4 @@ _READERS: dict[object, Callable[[str], object]] = {
     float: float,
     bool: {"true": True, "false": False}.__getitem__,
 }
-"""How an option is read, by its type."""
+"""Readers of an option by its type."""

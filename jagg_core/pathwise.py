@@ -1,14 +1,14 @@
-"""Pathwise upstream gradients: the policy gradient's expectation from the reward's own gradient.
+"""Pathwise upstream gradients: the policy gradient's expectation from the reward's gradient.
 
 Stein's lemma (one integration by parts in the noise ``eps_j``) gives, for every knot k <= j,
 
     E[ J_k^T s_j ] = E[ J_k^T p_j ],    p_j = -(f_j / D) A'_i a_{j+1},    a_{j+1} = dR / dz_{j+1} along the rollout
 
 with ``f_j = b_j`` for Gaussian log-probabilities and ``2 b_j c_j^2`` for CPS, ``A'_i`` the derivative of a sample's
-advantage in its own reward, D latent elements, and the kernel ``z_{j+1} = alpha_j z_j + b_j v_j + c_j eps_j``. The
-adjoint ``a`` runs from the decoded image backwards through the untrained last steps and the rollout:
-``a_j = (alpha_j I + b_j dv_j/dz)^T a_{j+1}``. `docs/method.md` derives it. Plans that look ahead have an extra term
-that this does not see, and the reward has to be differentiable.
+advantage in that sample's reward, D latent elements, and the kernel ``z_{j+1} = alpha_j z_j + b_j v_j + c_j eps_j``.
+The adjoint ``a`` runs from the decoded image backwards through the untrained last steps and the rollout:
+``a_j = (alpha_j I + b_j dv_j/dz)^T a_{j+1}``. `docs/method.md` derives it. Plans that look ahead have an extra term,
+which is missing here, and the reward has to be differentiable.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ class Adjoint:
 
     Attributes:
         gradients: ``a_{j+1} = dR / dz_{j+1}`` of every trained step j, ``[T, B, *D]``.
-        rewards: of the final samples, ``[B]``.
-        forwards: network evaluations that the sweep made, each on the whole batch.
-        pullbacks: vector-Jacobian products in the latents that it made.
+        rewards: rewards of the final samples, ``[B]``.
+        forwards: network evaluations of the sweep, each on the whole batch.
+        pullbacks: vector-Jacobian products of the sweep in the latents.
     """
 
     gradients: Tensor
@@ -51,7 +51,7 @@ class Adjoint:
 
     @property
     def norms(self) -> Tensor:
-        """Root mean square over samples of ``|a_{j+1}|`` by step, ``[T]``; growth towards step 0 is a warning sign."""
+        """Computes the root mean square of ``|a_{j+1}|`` over samples, ``[T]``; growth towards step 0 is a warning."""
         return self.gradients.flatten(2).double().square().sum(-1).mean(-1).sqrt()
 
 
@@ -137,12 +137,12 @@ def adjoint_sweep(
 
 
 def pathwise_upstream(trajectory: Trajectory, adjoint: Adjoint, slopes: Tensor) -> Tensor:
-    """Computes the pathwise twins ``p_j`` of the upstream gradients, ``[T, B, *D]``; see the module.
+    """Computes the pathwise upstream gradients ``p_j``, ``[T, B, *D]``.
 
     Args:
-        trajectory: the one that was swept.
-        adjoint: of `adjoint_sweep`.
-        slopes: derivative of each sample's advantage in its own reward, ``[B]``; see `advantage_slopes`.
+        trajectory: the trajectory that was swept.
+        adjoint: result of `adjoint_sweep`.
+        slopes: derivative of each sample's advantage in that sample's reward, ``[B]``; `advantage_slopes` gives it.
 
     Raises:
         ValueError: slopes of another shape.
@@ -207,7 +207,7 @@ class _Pullback:
 
 
 def _reward_gradient(reward: Callable[[Tensor], Tensor], final: Tensor) -> tuple[Tensor, Tensor]:
-    """Rewards ``[B]`` and their gradients ``[B, *D]`` in the final samples."""
+    """Computes rewards ``[B]`` and their gradients ``[B, *D]`` in the final samples."""
     with torch.enable_grad():
         state = final.detach().clone().requires_grad_(True)
         values = reward(state)
@@ -223,7 +223,7 @@ def _reward_gradient(reward: Callable[[Tensor], Tensor], final: Tensor) -> tuple
 
 
 def _sites(sweep: Sweep, knots: Sequence[int], steps: int) -> list[tuple[int, int]]:
-    """Segments ``(first, stop)`` of steps that share the Jacobian at ``first``."""
+    """Lists segments ``(first, stop)`` of steps that share the Jacobian at ``first``."""
     if sweep != "knots":
         return [(step, step + 1) for step in range(steps)]
     chosen = whole_knots(knots)
@@ -245,7 +245,7 @@ def _product_after(trajectory: Trajectory, step: int, stop: int) -> Tensor:
 
 
 def _tail(trajectory: Trajectory, schedule: Tensor | None) -> Tensor:
-    """Sigmas of the deterministic steps after the last trained one, ``[n + 1]``."""
+    """Selects the sigmas of the deterministic steps after the last trained one, ``[n + 1]``."""
     if trajectory.sigmas.ndim != 1:
         raise ValueError(f"sigmas must have shape [T], all samples alike, got {list(trajectory.sigmas.shape)}")
     if not torch.equal(trajectory.sigmas[1:], trajectory.next_sigmas[:-1]):

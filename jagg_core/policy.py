@@ -1,4 +1,4 @@
-"""What the engine needs of a model: a velocity. Everything else about a backbone stays behind this line."""
+"""The interface between the engine and a model: a velocity."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ class VelocityPolicy(Protocol):
 
     A policy may also offer
 
-    - ``parameters()``: the trained parameters. With them the engine can tell whether a rollout is on policy. The same
-      tensors at every call: under FSDP2 keep the sharded ones, for a module shows gathered ones after a forward.
-    - ``compute_dtype``: of the network, where neither its velocities nor its parameters show it.
+    - ``parameters()``: the trained parameters. With them the engine knows whether a rollout is on policy. The same
+      tensors at every call: under FSDP2 keep the sharded ones, because a module shows gathered ones after a forward.
+    - ``compute_dtype``: dtype of the network, where velocities and parameters do not show it.
     - ``signature() -> dict[str, str]``: settings that a replay must share with the rollout (guidance, dtype, prompts).
     """
 
     def velocity(self, latents: Tensor, sigma: Tensor, rows: Tensor) -> Tensor:
-        """Velocity (noise minus data) ``[N, ...]`` at ``latents`` [N, ...] and ``sigma`` [N] in [0, 1].
+        """Computes the velocity (noise minus data) ``[N, ...]`` at ``latents`` [N, ...] and ``sigma`` [N] in [0, 1].
 
-        ``rows[n]`` says which sample of the rollout ``latents[n]`` belongs to, so that conditioning follows when
-        several steps of a rollout are batched in one call, or only some of its samples are.
+        ``rows[n]`` is the sample of the rollout to which ``latents[n]`` belongs: a call may have several steps of a
+        rollout, or only some of its samples.
         """
         ...
 
 
 def guided(conditional: Tensor, unconditional: Tensor, scale: float) -> Tensor:
-    """Classifier-free guidance of two velocities of equal shape: ``u + scale (c - u)``."""
+    """Combines two velocities of equal shape by classifier-free guidance: ``u + scale (c - u)``."""
     return unconditional + scale * (conditional - unconditional)
 
 
@@ -42,17 +42,17 @@ class ClassifierFreeGuidance:
         self.scale = float(scale)
 
     def velocity(self, latents: Tensor, sigma: Tensor, rows: Tensor) -> Tensor:
-        """See `VelocityPolicy`."""
+        """Computes the guided velocity ``[N, ...]``."""
         conditional = self.conditional.velocity(latents, sigma, rows)
         return guided(conditional, self.unconditional.velocity(latents, sigma, rows), self.scale)
 
     def parameters(self) -> list[Tensor]:
-        """Parameters of both policies, shared ones once; none if one of the two shows none."""
+        """Returns the parameters of both policies, shared ones once; none if one policy has none."""
         shown = [list(getattr(policy, "parameters", list)()) for policy in (self.conditional, self.unconditional)]
         return list({id(p): p for parameters in shown for p in parameters}.values()) if all(shown) else []
 
     def signature(self) -> dict[str, str]:
-        """The guidance scale, and what the two policies say of themselves."""
+        """Returns the guidance scale and the signatures of both policies."""
         settings = {"guidance": repr(self.scale)}
         for name, policy in (("conditional", self.conditional), ("unconditional", self.unconditional)):
             inner: dict[str, str] = getattr(policy, "signature", dict)()
@@ -61,7 +61,7 @@ class ClassifierFreeGuidance:
 
 
 def has_reentrant_checkpointing(velocity: Tensor) -> bool:
-    """Whether reentrant activation checkpointing is in the graph of ``velocity``."""
+    """Searches the graph of ``velocity`` for reentrant activation checkpointing."""
     seen: set[Any] = set()
     queue: list[Any] = [velocity.grad_fn]
     while queue:

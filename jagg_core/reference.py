@@ -1,4 +1,4 @@
-"""The method as one plain loop: the slow twin that tests, timings and the check of a backbone hold the engine against.
+"""The method as one plain loop, with which tests, timings and the check of a backbone compare the engine.
 
 ``G = sum_i J_{k_i}^T sum_j w[i, j] s_j``; see ``docs/method.md``.
 """
@@ -25,11 +25,11 @@ def plain_gradient(
     """Computes the plan's gradient knot by knot: aggregate, one forward, one backward. Leaves ``.grad`` alone.
 
     Args:
-        policy: differentiated at the plan's knots.
-        parameters: to differentiate in; all require gradients.
+        policy: policy to differentiate at the plan's knots.
+        parameters: parameters to differentiate in; all require gradients.
         trajectory: T steps of B samples.
         upstream: the upstream gradient ``s_j`` [B, *D] of every step j.
-        plan: for T steps, weights ``[K, T]`` or ``[B, K, T]``.
+        plan: plan for T steps, weights ``[K, T]`` or ``[B, K, T]``.
 
     Returns:
         A gradient per parameter, zero where the velocity does not depend on it.

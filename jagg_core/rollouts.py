@@ -49,16 +49,16 @@ def rollout(
         sigmas: ``[N + 1]``, decreasing, N >= 2 steps; the trajectory has T = N - 1 of them.
         transition: the kernel.
         latents: pure noise ``[B, *D]``; half precision is raised to fp32, where all but the network runs.
-        seed: of the SDE noise. Every sample has a stream, so that a batch may be split in any way.
+        seed: seed of the SDE noise. Every sample has a stream, so that a batch may be split in any way.
         sample_ids: names of the samples for their streams, ``0..B-1`` by default.
-        timestep_mode: how sigma becomes the network's timestep; see `network_sigma`.
-        window: the only SDE steps, and the only ones kept, as Flow-GRPO-Fast and MixGRPO have it; the others are
+        timestep_mode: way from sigma to the network's timestep, by `network_sigma`.
+        window: the only SDE steps, and the only ones kept, as in Flow-GRPO-Fast and MixGRPO; the others are
             deterministic. A sample's noise at a step is the same with and without a window.
-        graph_at: which of the kept steps (0 is the first of the window) keep the graph of their forward, so that an
-            update needs none for them.
+        graph_at: kept steps (0 is the first of the window) that keep the graph of their forward, so that an update
+            needs no forward for them.
 
     Raises:
-        ValueError: a schedule that is no schedule, fewer than 2 steps, no samples, ids that do not match, a window
+        ValueError: an invalid schedule, fewer than 2 steps, no samples, ids that do not match, a window
             that is empty or reaches the last step, or a graph of a step that is not kept.
         FloatingPointError: the velocity is not finite at some step.
 
@@ -138,7 +138,7 @@ def sample_ode(
     """Samples by deterministic Euler steps from noise ``[B, *D]`` along ``sigmas`` [N + 1]; samples of at least fp32.
 
     Raises:
-        ValueError: a schedule that is no schedule or without a step, no samples, or a velocity of another shape.
+        ValueError: an invalid schedule or one without a step, no samples, or a velocity of another shape.
         FloatingPointError: the velocity is not finite at some step.
     """
     sigmas = check_sigmas(sigmas)

@@ -32,10 +32,10 @@ def time_shift(sigmas: Tensor, shift: float) -> Tensor:
 
 
 def dance_schedule(steps: int, shift: float = 3.0) -> Tensor:
-    """Builds DanceGRPO's and MixGRPO's: an even grid from 1 to 0, shifted. ``[steps + 1]``, first entry 1, last 0.
+    """Builds DanceGRPO's and MixGRPO's schedule: an even grid from 1 to 0, shifted. ``[steps + 1]``.
 
-    DanceGRPO computes the grid in fp32, ``time_shift(torch.linspace(1, 0, steps + 1), shift)``, which decides what a
-    truncated timestep is: 874 or 875.
+    DanceGRPO computes the grid in fp32, ``time_shift(torch.linspace(1, 0, steps + 1), shift)``, which decides whether a
+    truncated timestep is 874 or 875.
 
     Raises:
         ValueError: fewer than 1 step, or ``shift`` not positive.
@@ -79,7 +79,7 @@ def _dynamic_grid(steps: int, mu: float) -> Tensor:
 
 
 def flux_schedule(steps: int, image_tokens: int) -> Tensor:
-    """Builds Flux's: from 1 to 1/steps under the dynamic shift for ``image_tokens`` packed tokens. ``[steps + 1]``.
+    """Builds Flux's schedule: from 1 to 1/steps, shifted for ``image_tokens`` packed tokens. ``[steps + 1]``.
 
     ``e^mu / (e^mu + 1 / sigma - 1)`` with the mu of `dynamic_mu`; last entry 0.
 
@@ -91,9 +91,9 @@ def flux_schedule(steps: int, image_tokens: int) -> Tensor:
 
 
 def qwen_image_schedule(steps: int, image_tokens: int, terminal: float = 0.02) -> Tensor:
-    """Builds Qwen-Image's: Flux's up to 8192 tokens and shift 0.9, stretched to end at ``terminal``. ``[steps + 1]``.
+    """Builds Qwen-Image's schedule: Flux's with other ends, stretched to end at ``terminal``. ``[steps + 1]``.
 
-    ``terminal`` is the last sigma before the 0 at the end.
+    The shift grows up to 0.9 at 8192 tokens. ``terminal`` is the last sigma before the 0 at the end.
 
     Raises:
         ValueError: fewer than 2 steps or 1 image token, or ``terminal`` not between 0 and 1.
@@ -129,7 +129,7 @@ def check_sigmas(sigmas: Tensor, name: str = "sigmas") -> Tensor:
     """Checks a schedule, ``[T]`` or ``[B, T]``, decreasing, in [0, 1]. Returns it as fp64 on the CPU.
 
     Raises:
-        ValueError: names what is wrong and the first step where it is.
+        ValueError: names the fault and its first step.
     """
     values = sigmas.detach().to(device="cpu", dtype=torch.float64)
     if values.ndim not in (1, 2) or values.shape[-1] == 0:

@@ -1,4 +1,4 @@
-"""Random streams that depend on what they are for, never on how a batch is cut or what else was drawn."""
+"""Random streams that depend on their purpose alone, not on batches or other draws."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from torch import Tensor
 
 
 def derive_seed(seed: int, *purpose: str | int) -> int:
-    """A 63-bit seed for one purpose. Equal parts (as text) give equal seeds; any difference gives an unrelated one."""
+    """Computes a 63-bit seed for one purpose: equal parts (as text) give equal seeds, others unrelated ones."""
     text = "/".join(str(part).replace("\\", "\\\\").replace("/", "\\/") for part in (seed, *purpose))
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
 
 
 def generator_for(seed: int, *purpose: str | int) -> torch.Generator:
-    """A CPU generator seeded by `derive_seed`."""
+    """Makes a CPU generator with the seed of `derive_seed`."""
     return torch.Generator().manual_seed(derive_seed(seed, *purpose))
 
 
 def initial_latents(shape: Sequence[int], seed: int, sample_ids: Sequence[int]) -> Tensor:
-    """Pure noise ``[len(sample_ids), *shape]``, fp32, on the CPU; equal ids get equal noise (as DanceGRPO does).
+    """Draws pure noise ``[len(sample_ids), *shape]``, fp32, on the CPU; equal ids get equal noise, as in DanceGRPO.
 
     Raises:
         ValueError: no samples.
     """
     if len(sample_ids) == 0:
-        raise ValueError("sample_ids: at least one is needed, got none")
+        raise ValueError("sample_ids must have at least one, got none")
     return torch.stack([torch.randn(tuple(shape), generator=generator_for(seed, "latents", i)) for i in sample_ids])

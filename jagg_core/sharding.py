@@ -19,7 +19,7 @@ from jagg_core.distributed import ranks
 
 
 def shard(blocks: Sequence[nn.Module], transformer: nn.Module, dtype: torch.dtype, shards: int = 0) -> None:
-    """Shard every block, and what is left of the transformer, over the default process group by FSDP2.
+    """Shards every block, and the rest of the transformer, over the default process group by FSDP2.
 
     The weights stay in their dtype; they are gathered in ``dtype``, and gradients are reduced in fp32 at least. The
     trained weights of a block must share a dtype, the frozen ones may have others (torch 2.8 and newer). No weights
@@ -29,7 +29,7 @@ def shard(blocks: Sequence[nn.Module], transformer: nn.Module, dtype: torch.dtyp
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-    # what a block returns may be a view of a tensor; nobody here writes into it
+    # a block may return a view of a tensor; no code here writes into it
     warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor", UserWarning)
     first = next(transformer.parameters())
     count = shards or ranks()
@@ -45,7 +45,7 @@ def shard(blocks: Sequence[nn.Module], transformer: nn.Module, dtype: torch.dtyp
 class Piece:
     """Elements ``start .. start + size - 1`` of a flat parameter, held by this rank.
 
-    ``counted``: whether this rank is the one of its replicas that counts in sums over ranks.
+    ``counted``: whether this rank, of its replicas, counts in sums over ranks.
     """
 
     start: int
@@ -54,11 +54,11 @@ class Piece:
 
 
 class Sharding:
-    """How parameters lie over ranks. Plain tensors: whole on this rank, which is on its own.
+    """How parameters lie over ranks. Plain tensors are whole on this rank alone.
 
     Attributes:
         mesh: the device mesh of FSDP2's parameters; None for plain tensors.
-        pieces: what this rank holds of each parameter.
+        pieces: this rank's piece of each parameter.
         sizes: elements of each whole parameter.
 
     Raises:
@@ -75,17 +75,17 @@ class Sharding:
 
     @property
     def ranks(self) -> int:
-        """Ranks that share one batch: FSDP2's gradients are means over them."""
+        """Counts the ranks that share one batch: FSDP2's gradients are means over them."""
         return 1 if self.mesh is None else int(self.mesh.size())
 
     def sum(self, tensor: Tensor) -> Tensor:
-        """Sum over the ranks of the mesh, in place."""
+        """Sums over the ranks of the mesh, in place."""
         for dim in range(0 if self.mesh is None else self.mesh.ndim):
             dist.all_reduce(tensor, group=self.mesh.get_group(dim))
         return tensor
 
     def any(self, here: bool, device: torch.device) -> bool:
-        """Whether something is true on any rank of the mesh."""
+        """Tells whether ``here`` is true on any rank of the mesh."""
         return bool(self.sum(torch.tensor(float(here), device=device)).item() > 0)
 
 

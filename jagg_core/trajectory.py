@@ -55,22 +55,22 @@ class Trajectory:
 
     @property
     def steps(self) -> int:
-        """Number of trained steps T."""
+        """Counts the trained steps T."""
         return self.latents.shape[0]
 
     @property
     def batch(self) -> int:
-        """Number of samples B."""
+        """Counts the samples B."""
         return self.latents.shape[1]
 
     @property
     def elements(self) -> int:
-        """Latent elements of one sample, over which log-probabilities are averaged."""
+        """Counts the latent elements of one sample, over which log-probabilities are averaged."""
         return self.latents[0, 0].numel()
 
     @property
     def knows_noise(self) -> bool:
-        """Whether the draws are there. A trainer may have stored neither them nor velocities: ``noise`` is NaN then."""
+        """Tells whether the draws are known; ``noise`` is NaN where a trainer stored neither them nor velocities."""
         return not bool(self.noise[0, 0].isnan().all())
 
     def sigma(self, step: int) -> Tensor:
@@ -223,14 +223,14 @@ def _same_steps(what: str, ours: Tensor, theirs: Tensor, tolerance: float) -> No
 
 
 def weights_version(policy: VelocityPolicy) -> int | None:
-    """Computes a fingerprint of the policy's parameters on this rank, see `bits_version`. None without any."""
+    """Computes a fingerprint of the policy's parameters on this rank by `bits_version`; None without any."""
     parameters = getattr(policy, "parameters", None)
     return None if parameters is None else bits_version(parameters())
 
 
 @torch.no_grad()
 def bits_version(tensors: Iterable[Tensor]) -> int | None:
-    """Computes a fingerprint of tensors, of what this rank holds of them, from the sum of each one's bits.
+    """Computes a fingerprint of tensors, as this rank holds them, from the sum of each one's bits.
 
     None without any tensor.
     """

@@ -63,7 +63,7 @@ class Transition:
         """Computes the noise level by which flow_grpo and verl-omni divide their KL, of the shape of ``sigma``, fp64.
 
         Raises:
-            ValueError: a kernel whose noise level no public trainer takes apart from its scale.
+            ValueError: no public trainer separates this kernel's noise level from its scale.
         """
         raise ValueError(f"{type(self).__name__} has no std apart from its scale in any public trainer: use 'noise'")
 
@@ -78,7 +78,7 @@ class Transition:
         return noise / expand(scale, noise)
 
     def dlogp_dvelocity(self, noise: Tensor, sigma: Tensor, next_sigma: Tensor) -> Tensor:
-        """Computes the same in the velocity, at residual ``noise`` [B, ...]."""
+        """Computes the log-density's derivative in the velocity, at residual ``noise`` [B, ...]."""
         coefficients = self.coefficients(sigma, next_sigma)
         return expand(coefficients.velocity, noise) * self.dlogp_dmean(noise, coefficients.scale)
 
@@ -91,7 +91,7 @@ class DanceSDE(Transition):
     """
 
     def coefficients(self, sigma: Tensor, next_sigma: Tensor) -> Coefficients:
-        """See `Transition.coefficients`."""
+        """Computes Dance-SDE's coefficients, fp64."""
         sigma, next_sigma = sigma.double(), next_sigma.double()
         dt = next_sigma - sigma
         half = self.eta**2 / 2 * dt / sigma
@@ -108,7 +108,7 @@ class FlowSDE(Transition):
     """
 
     def coefficients(self, sigma: Tensor, next_sigma: Tensor) -> Coefficients:
-        """See `Transition.coefficients`."""
+        """Computes Flow-SDE's coefficients, fp64."""
         sigma, next_sigma = sigma.double(), next_sigma.double()
         dt = next_sigma - sigma
         variance = self._variance(sigma, next_sigma)
@@ -116,7 +116,7 @@ class FlowSDE(Transition):
         return Coefficients(1 + half, dt + half * (1 - sigma), torch.sqrt(-dt * variance))
 
     def std(self, sigma: Tensor, next_sigma: Tensor) -> Tensor:
-        """See `Transition.std`: the noise scale without ``sqrt(-dt)``."""
+        """Computes the noise scale without ``sqrt(-dt)``."""
         return torch.sqrt(self._variance(sigma.double(), next_sigma.double()))
 
     def _variance(self, sigma: Tensor, next_sigma: Tensor) -> Tensor:
@@ -135,14 +135,14 @@ class CPS(Transition):
     max_eta: ClassVar[float] = 1.0
 
     def coefficients(self, sigma: Tensor, next_sigma: Tensor) -> Coefficients:
-        """See `Transition.coefficients`."""
+        """Computes CPS's coefficients, fp64."""
         sigma, next_sigma = sigma.double(), next_sigma.double()
         keep = next_sigma * math.cos(self.eta * math.pi / 2)
         velocity = -sigma * (1 - next_sigma) + (1 - sigma) * keep
         return Coefficients(1 - next_sigma + keep, velocity, next_sigma * math.sin(self.eta * math.pi / 2))
 
     def std(self, sigma: Tensor, next_sigma: Tensor) -> Tensor:
-        """See `Transition.std`: the noise scale, which has no ``sqrt(-dt)`` here."""
+        """Computes the noise scale, which has no ``sqrt(-dt)`` here."""
         return self.coefficients(sigma, next_sigma).scale
 
     def log_prob(self, sample: Tensor, mean: Tensor, scale: Tensor) -> Tensor:
@@ -150,7 +150,7 @@ class CPS(Transition):
         return per_sample_mean(-(sample - mean).square())
 
     def dlogp_dmean(self, noise: Tensor, scale: Tensor) -> Tensor:
-        """See `Transition.dlogp_dmean`."""
+        """Computes the derivative ``2 c noise`` of the unscaled quadratic in the mean."""
         return 2 * expand(scale, noise) * noise
 
 

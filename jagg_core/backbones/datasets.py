@@ -17,7 +17,7 @@ PHOTO_SHORT_SIDE = 112
 
 @dataclass(frozen=True)
 class Photo:
-    """One photograph: its prompt, where the file is, and the terms it is published under."""
+    """One photograph: its prompt, file and licence."""
 
     prompt: str
     package: str
@@ -51,7 +51,7 @@ class Crops:
         self.size = size
 
     def sample(self, n: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        """``n`` labelled images."""
+        """Draws ``n`` labelled images."""
         labels = torch.randint(len(self.images), (n,), generator=generator)
         position = torch.rand(n, 2, generator=generator)
         mirrored = torch.rand(n, generator=generator) < 0.5
@@ -73,13 +73,13 @@ class Labelled:
         self.labels = labels
 
     def sample(self, n: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        """``n`` labelled images."""
+        """Draws ``n`` labelled images."""
         index = torch.randint(len(self.images), (n,), generator=generator)
         return self.images[index], self.labels[index]
 
 
 def digits(split: str = "train") -> Labelled:
-    """scikit-learn's handwritten digits, 8x8 grey: every fifth one is held out (``split="test"``)."""
+    """Loads scikit-learn's handwritten digits, 8x8 grey; every fifth one is held out (``split="test"``)."""
     from sklearn.datasets import load_digits
 
     raw = load_digits()
@@ -91,7 +91,7 @@ def digits(split: str = "train") -> Labelled:
 
 
 def photos(size: int = 32) -> Crops:
-    """Crops of the photographs in `PHOTOS`; the class is the photograph."""
+    """Loads crops of the photographs in `PHOTOS`; the class is the photograph."""
     from importlib.resources import as_file, files
 
     from skimage.io import imread

@@ -1,4 +1,4 @@
-"""LoRA by peft, through diffusers' own adapter interface."""
+"""LoRA by peft, through diffusers' adapter interface."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from jagg_core.trajectory import at_least_fp32
 
 
 def check_lora(rank: int, alpha: int | None) -> None:
-    """Raise ValueError unless ``rank`` is at least 0 and ``alpha``, if given, positive and beside a rank."""
+    """Raises ValueError unless ``rank`` is at least 0 and ``alpha``, if given, is positive and has a rank."""
     if rank < 0:
         raise ValueError(f"lora_rank must be at least 0, got {rank}")
     if alpha is not None and not (rank > 0 and alpha > 0):
-        raise ValueError(f"lora_alpha must be positive, beside a lora_rank, got {alpha} at rank {rank}")
+        raise ValueError(f"lora_alpha must be positive and needs a lora_rank, got {alpha} at rank {rank}")
 
 
 def add_lora(transformer: Any, targets: Sequence[str], rank: int, alpha: int | None = None, seed: int = 0) -> None:
-    """Freeze ``transformer`` and add a trainable LoRA to its layers ``targets``; ``alpha`` None is twice the rank.
+    """Freezes ``transformer`` and adds a trainable LoRA to its layers ``targets``; ``alpha`` None is twice the rank.
 
     The A matrices are Gaussian (``seed``), the B matrices zero: the velocity is unchanged at first. Both stay in fp32
     under a half-precision transformer, as diffusers' training scripts keep them.

@@ -1,4 +1,4 @@
-"""What a backbone is: the protocol, and the sigmas of its rollouts."""
+"""The protocol of a backbone, and the sigmas of its rollouts."""
 
 from __future__ import annotations
 
@@ -18,86 +18,86 @@ from jagg_core.schedule import dance_schedule
 
 
 class Backbone(Protocol):
-    """What the commands need of a backbone.
+    """A backbone, as the commands use it.
 
-    Optional methods are ``schedule(steps)``, which gives the sigmas of its own sampler ``[steps + 1]``, and
-    ``fingerprints()``, which gives by name what tells its parts beside the transformer from others: see
-    `fingerprints_of`. ``parts()`` gives by name the modules that a pipeline loads apart, where they are several.
+    Optional methods: ``schedule(steps)`` gives the sigmas of its sampler ``[steps + 1]``; ``fingerprints()`` gives
+    digests of its parts except the transformer, for `fingerprints_of`; ``parts()`` gives by name the modules that a
+    pipeline loads separately, where they are several.
     """
 
     @property
     def name(self) -> str:
-        """Name, for records and reports."""
+        """Names the backbone in records and reports."""
         ...
 
     @property
     def dataset(self) -> str | None:
-        """Name of the image set whose classifier can judge the samples; None without one."""
+        """Names the data set whose classifier can judge the samples; None without one."""
         ...
 
     @property
     def prompts(self) -> tuple[str, ...]:
-        """Prompts to draw from."""
+        """Returns the prompts to sample from."""
         ...
 
     @property
     def latent_shape(self) -> tuple[int, ...]:
-        """Shape of one sample's latents."""
+        """Returns the shape of one sample's latents."""
         ...
 
     @property
     def device(self) -> torch.device:
-        """Device of the weights."""
+        """Returns the device of the weights."""
         ...
 
     @property
     def transformer(self) -> nn.Module:
-        """The module that is trained."""
+        """Returns the module that is trained."""
         ...
 
     def policy(self, prompts: Sequence[str], guidance: float | None = None) -> VelocityPolicy:
-        """A policy for these prompts, one per sample. ``guidance`` None is the backbone's usual one."""
+        """Makes a policy for these prompts, one per sample. ``guidance`` None is the backbone's usual one."""
         ...
 
     def decode(self, latents: Tensor) -> Tensor:
-        """Latents to images ``[N, C, H, W]`` in [0, 1]."""
+        """Decodes latents to images ``[N, C, H, W]`` in [0, 1]."""
         ...
 
     def enable_gradient_checkpointing(self) -> None:
-        """Recompute activations in the backward."""
+        """Makes the backward recompute activations."""
         ...
 
 
 def fingerprints_of(backbone: Backbone, name: str) -> dict[str, str]:
-    """Computes, by name, what decides the samples of a backbone beside its transformer and its options.
+    """Computes digests of all that decides a backbone's samples, except its transformer and its options.
 
-    ``name``: by which it was loaded. These are its prompts, for ``module:function`` its source file, and what its
-    method ``fingerprints`` adds.
+    These are its prompts, for a ``name`` ``module:function`` the source file, and the result of its method
+    ``fingerprints``. ``name`` is the one by which it was loaded.
     """
     prompts = hashlib.blake2b(json.dumps(list(backbone.prompts)).encode(), digest_size=8).hexdigest()
-    found = {"prompts": f"{len(backbone.prompts)} with digest {prompts}"}
+    digests = {"prompts": f"{len(backbone.prompts)} with digest {prompts}"}
     if ":" in name:
-        found["backbone"] = f"source {source_fingerprint(name.partition(':')[0])}"
+        digests["backbone"] = f"source {source_fingerprint(name.partition(':')[0])}"
     more: Callable[[], dict[str, str]] = getattr(backbone, "fingerprints", dict)
-    return found | more()
+    return digests | more()
 
 
 def schedule_of(backbone: Backbone, name: ScheduleName, steps: int, shift: float) -> Tensor:
-    """Sigmas ``[steps + 1]`` of a rollout; ``shift`` is for the schedule ``dance``.
+    """Computes the sigmas ``[steps + 1]`` of a rollout; ``shift`` is for the schedule ``dance``.
 
     Raises:
-        ValueError: the backbone has no ``schedule(steps)`` of its own.
+        ValueError: the backbone has no method ``schedule(steps)``.
     """
     if name == "dance":
         return dance_schedule(steps, shift)
-    own: Callable[[int], Tensor] | None = getattr(backbone, "schedule", None)
-    if own is None:
-        raise ValueError(f"schedule: {backbone.name} has no method schedule(steps); allowed: dance, got {name!r}")
-    return own(steps)
+    schedule: Callable[[int], Tensor] | None = getattr(backbone, "schedule", None)
+    if schedule is None:
+        raise ValueError(f"schedule must be dance for {backbone.name}, which has no schedule(steps), got {name!r}")
+    return schedule(steps)
 
 
 def check_schedule(name: str, steps: int, shift: float) -> None:
-    """Check what can be checked of a schedule before the backbone is loaded.
+    """Checks a schedule as far as possible before the backbone is loaded.
 
     Raises:
         ValueError: unknown name, too few steps, or a shift that is not positive.

@@ -1,4 +1,4 @@
-"""Backbones by name: registered ones, and your own as ``module:function``."""
+"""Backbones by name: registered ones, and yours as ``module:function``."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ Loader = Callable[..., Backbone]
 
 @dataclass(frozen=True)
 class BackboneEntry:
-    """A registered backbone: how to load it, and what to say of it without loading it.
+    """A registered backbone: its loader, and its description for tables.
 
     Attributes:
-        name: by which it is loaded.
+        name: name by which it is loaded.
         description: one line.
-        load: see `Loader`.
-        parameters: of the transformer; 0 if not known.
-        licence: of the weights.
-        hub_id: where the weights are; None for weights that ship or are yours.
+        load: the `Loader`.
+        parameters: number of parameters in the transformer; 0 if not known.
+        licence: licence of the weights.
+        hub_id: hub id of the weights; None for weights that ship or are yours.
     """
 
     name: str
@@ -51,7 +51,7 @@ TRAINED: dict[str, PixelSpec] = {}
 
 
 def register_backbone(entry: BackboneEntry) -> None:
-    """Add a backbone.
+    """Adds a backbone.
 
     Raises:
         ValueError: the name is taken.
@@ -62,12 +62,12 @@ def register_backbone(entry: BackboneEntry) -> None:
 
 
 def list_backbones() -> list[BackboneEntry]:
-    """All registered backbones, by name."""
+    """Lists all registered backbones, by name."""
     return [_REGISTRY[name] for name in sorted(_REGISTRY)]
 
 
 def check_backbone_name(name: str) -> None:
-    """Check that ``name`` is registered, or that ``module:function`` names a function of ``(device, dtype)``.
+    """Checks that ``name`` is registered, or that ``module:function`` names a function of ``(device, dtype)``.
 
     Raises:
         ValueError: it does not; names the nearest known name and what is allowed.
@@ -76,9 +76,9 @@ def check_backbone_name(name: str) -> None:
 
 
 def read_options(name: str, texts: Sequence[str]) -> dict[str, object]:
-    """Options of the backbone ``name`` written as ``option=value``, by the types that its loader declares.
+    """Reads options ``option=value`` of the backbone ``name`` by the types that its loader declares.
 
-    ``weights=RUN`` is an option of every backbone, see `load_backbone`.
+    Every backbone has the option ``weights=RUN``, as in `load_backbone`.
 
     Raises:
         ValueError: unknown name or option, a value that is not of the option's type, or no weights there.
@@ -97,15 +97,15 @@ def read_options(name: str, texts: Sequence[str]) -> dict[str, object]:
 def load_backbone(
     name: str, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32, **options: object
 ) -> Backbone:
-    """Load a backbone in eval mode.
+    """Loads a backbone in eval mode.
 
     Args:
-        name: one of `list_backbones`, or ``module:function`` for your own: a function ``(device, dtype) -> Backbone``.
-        device: of the weights.
-        dtype: of the weights.
-        options: what this backbone's loader takes besides; see `jagg_core.backbones.pretrained.load_pretrained`. Of
-            every backbone: ``weights``, the folder of a run whose trained weights take the place of the published
-            ones (see `jagg_core.backbones.trained.load_weights`), unless its own loader has an option of that name.
+        name: one of `list_backbones`, or ``module:function`` for yours: a function ``(device, dtype) -> Backbone``.
+        device: device of the weights.
+        dtype: dtype of the weights.
+        options: options of the loader, such as those of `jagg_core.backbones.pretrained.load_pretrained`. Every
+            backbone has ``weights``: the folder of a run whose trained weights replace the published ones, by
+            `jagg_core.backbones.trained.load_weights`, unless the loader itself has an option of that name.
 
     Raises:
         ValueError: unknown name or option, weights that do not fit, a dtype that is not floating point, a device that
@@ -127,7 +127,7 @@ def load_backbone(
 
 
 def _takes_weights(load: Loader) -> bool:
-    """Whether a loader has an option of its own that is called weights."""
+    """Tells whether the loader itself has an option called weights."""
     try:
         return "weights" in inspect.signature(load).parameters
     except ValueError:  # some functions written in C do not show theirs
@@ -140,10 +140,10 @@ def _allowed() -> str:
 
 def _loader(name: str) -> Loader:
     if ":" in name:
-        found = import_object(name, "backbone", _allowed())
-        if not callable(found) or not _takes_device_and_dtype(found):
-            raise ValueError(f"backbone {name!r} must be a function of (device, dtype), got {found!r}")
-        return cast(Loader, found)
+        load = import_object(name, "backbone", _allowed())
+        if not callable(load) or not _takes_device_and_dtype(load):
+            raise ValueError(f"backbone {name!r} must be a function of (device, dtype), got {load!r}")
+        return cast(Loader, load)
     if name not in _REGISTRY:
         near = difflib.get_close_matches(name, _REGISTRY, n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
@@ -169,9 +169,9 @@ def _require_members(name: str, backbone: object) -> None:
     methods = [key for key, value in members.items() if isinstance(value, FunctionType) and key not in missing]
     wrong = [key for key in methods if not callable(getattr(backbone, key))]
     if missing or wrong:
-        found = [f"no {key}" for key in missing] + [f"a {key} that is no method" for key in wrong]
+        faults = [f"no {key}" for key in missing] + [f"a {key} that is no method" for key in wrong]
         raise ValueError(
-            f"backbone {name!r} gave an object of type {type(backbone).__name__} with {', '.join(found)}; "
+            f"backbone {name!r} gave an object of type {type(backbone).__name__} with {', '.join(faults)}; "
             f"a Backbone has {', '.join(members)}"
         )
 

@@ -1,7 +1,7 @@
 """Trained weights as files: written as diffusers loads them, and read into a backbone again.
 
-A LoRA has the layout of diffusers' own training scripts (``load_lora_weights`` takes it): names with the prefix
-``transformer.`` and without the adapter's, alpha and rank in the header. All other weights have the transformer's own
+A LoRA has the layout of diffusers' training scripts (``load_lora_weights`` takes it): names with the prefix
+``transformer.`` and without the adapter's, alpha and rank in the header. All other weights have the transformer's
 names (``load_state_dict`` and ``from_single_file`` take them).
 """
 
@@ -28,25 +28,25 @@ HEADER = "lora_adapter_metadata"
 """Key of the header under which diffusers keeps the adapter's configuration, as JSON."""
 
 KEPT = ("r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "use_dora", "lora_bias")
-"""What decides the velocity, of peft's configuration: all of it would bind the file to one version of peft."""
+"""Entries of peft's configuration that decide the velocity; all of it would bind the file to one version of peft."""
 
 _ADAPTER = re.compile(r"(?:base_model\.model\.)?(?P<layer>.+\.lora_\w+)\.(?P<adapter>[^.]+)(?P<end>\.weight|\.bias)")
 
 
 @dataclass(frozen=True)
 class WeightsFile:
-    """What a file holds."""
+    """Contents of a file."""
 
     tensors: dict[str, Tensor]
     metadata: dict[str, str]
 
 
 def is_adapter(transformer: nn.Module, trained: Iterable[str]) -> bool:
-    """Whether the ``trained`` parameters are those of one LoRA that peft made, and nothing else."""
-    found = [_ADAPTER.fullmatch(name) for name in trained]
-    if not all(found):
+    """Tells whether the ``trained`` parameters are exactly those of one LoRA that peft made."""
+    matches = [_ADAPTER.fullmatch(name) for name in trained]
+    if not all(matches):
         return False
-    names = {match["adapter"] for match in found if match}
+    names = {match["adapter"] for match in matches if match}
     known = {name for module in transformer.modules() for name in getattr(module, "peft_config", ())}
     return len(names) == 1 and names <= known
 
@@ -54,18 +54,18 @@ def is_adapter(transformer: nn.Module, trained: Iterable[str]) -> bool:
 def weights_files(backbone: Backbone, tensors: Mapping[str, Tensor]) -> dict[str, WeightsFile]:
     """Sorts whole tensors into files, by their path in the run folder.
 
-    ``tensors``: by their names in ``backbone.transformer``: those of a LoRA alone (see `is_adapter`), or all.
+    ``tensors``: by their names in ``backbone.transformer``: those of one LoRA alone, or all.
     """
     adapter = is_adapter(backbone.transformer, tensors)
     files = {}
     for path, prefix, part in _parts(backbone):
-        own = {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+        mine = {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
         metadata = {"format": "pt"}
         if adapter:
-            [name] = {match["adapter"] for match in map(_ADAPTER.fullmatch, own) if match}
-            metadata[HEADER] = json.dumps(_described(_configs(part)[name], own), sort_keys=True)
-            own = {_published(name): tensor for name, tensor in own.items()}
-        files[path] = WeightsFile(own, metadata)
+            [name] = {match["adapter"] for match in map(_ADAPTER.fullmatch, mine) if match}
+            metadata[HEADER] = json.dumps(_described(_configs(part)[name], mine), sort_keys=True)
+            mine = {_published(name): tensor for name, tensor in mine.items()}
+        files[path] = WeightsFile(mine, metadata)
     return files
 
 
@@ -81,11 +81,11 @@ def check_weights(path: str) -> None:
 
 
 def load_weights(backbone: Backbone, path: str) -> None:
-    """Reads the trained weights of a run into a backbone; a LoRA becomes its adapter, the one weights that are trained.
+    """Reads the trained weights of a run into a backbone; a LoRA becomes its adapter, the only trained weights.
 
     Args:
-        backbone: of the kind that was trained, whole. It may have a LoRA: of the file's rank and alpha, or any if the
-            file holds all weights.
+        backbone: a backbone of the kind that was trained, not sharded. Its LoRA, if any, must have the file's rank and
+            alpha; a file with all weights fits any LoRA.
         path: the run's folder or, for a model of one transformer, a file.
 
     Raises:
@@ -111,7 +111,7 @@ def load_weights(backbone: Backbone, path: str) -> None:
 
 
 def _parts(backbone: Backbone) -> list[tuple[str, str, nn.Module]]:
-    """Path of the file, prefix in the transformer's names, and module, of each transformer that a pipeline has."""
+    """Lists path of the file, prefix in the transformer's names, and module, for each transformer of a pipeline."""
     parts: dict[str, nn.Module] = getattr(backbone, "parts", dict)() or {"transformer": backbone.transformer}
     names = {id(module): name for name, module in backbone.transformer.named_modules()}
     prefixes = {part: f"{names[id(module)]}." if names[id(module)] else "" for part, module in parts.items()}
@@ -121,13 +121,13 @@ def _parts(backbone: Backbone) -> list[tuple[str, str, nn.Module]]:
 
 
 def _configs(part: nn.Module) -> dict[str, Any]:
-    """The peft configurations of a module's adapters, by name."""
-    found: dict[str, Any] = getattr(part, "peft_config", {})
-    return found
+    """Returns the peft configurations of a module's adapters, by name."""
+    configs: dict[str, Any] = getattr(part, "peft_config", {})
+    return configs
 
 
 def _described(config: Any, names: Iterable[str]) -> dict[str, Any]:
-    """What the header says of an adapter with parameters ``names``: its layers are those that were trained."""
+    """Describes an adapter with parameters ``names`` for the header: its layers are those that were trained."""
     matches = [match for match in map(_ADAPTER.fullmatch, names) if match]
     values = {name: getattr(config, name) for name in KEPT if hasattr(config, name)}
     values["target_modules"] = sorted({match["layer"].rpartition(".")[0] for match in matches})
@@ -135,7 +135,7 @@ def _described(config: Any, names: Iterable[str]) -> dict[str, Any]:
 
 
 def _published(name: str) -> str:
-    """A LoRA parameter's name as diffusers writes it."""
+    """Returns a LoRA parameter's name as diffusers writes it."""
     match = _ADAPTER.fullmatch(name)
     return name if match is None else f"{PREFIX}{match['layer']}{match['end']}"
 
@@ -150,7 +150,7 @@ def _read(file: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
 
 
 def _fit_adapter(part: nn.Module, metadata: Mapping[str, str], file: Path) -> None:
-    """Gives a part the adapter that a file is of, or checks the one that it has."""
+    """Gives a part the adapter that the file describes, or compares it with the one that it has."""
     if HEADER not in metadata:
         raise ValueError(f"weights: {file} must name its alpha in the header, as {HEADER}, got {sorted(metadata)}")
     described = {key.removeprefix(PREFIX): value for key, value in json.loads(metadata[HEADER]).items()}

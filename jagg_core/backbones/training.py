@@ -40,12 +40,12 @@ RECIPES: dict[str, FlowTraining] = {
 
 
 def training_data(spec: PixelSpec) -> Crops | Labelled:
-    """The real images behind a specification."""
+    """Loads the real images behind a specification."""
     return digits() if spec.dataset == "digits" else photos(spec.size)
 
 
 def flow_loss(module: nn.Module, latents: Tensor, class_ids: Tensor, generator: torch.Generator) -> Tensor:
-    """Mean squared error of the velocity (noise minus data) at a logit-normal sigma. Scalar."""
+    """Computes the mean squared error of the velocity (noise minus data) at a logit-normal sigma; a scalar."""
     noise = torch.randn(latents.shape, generator=generator)
     sigma = torch.sigmoid(torch.randn(len(latents), generator=generator))
     blend = sigma[:, None, None]
@@ -54,7 +54,7 @@ def flow_loss(module: nn.Module, latents: Tensor, class_ids: Tensor, generator: 
 
 
 def one_cycle(optimizer: torch.optim.Optimizer, peak: float, steps: int) -> torch.optim.lr_scheduler.OneCycleLR:
-    """A one-cycle learning rate that peaks after a tenth of the steps."""
+    """Makes a one-cycle learning rate that peaks after a tenth of the steps."""
     # OneCycleLR divides by pct_start * total_steps - 1, which must not vanish
     pct_start = 0.1 if steps > 10 else 0.3
     return torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=peak, total_steps=steps, pct_start=pct_start)
@@ -67,7 +67,7 @@ def train_pixel_backbone(
     *,
     progress: Callable[[int, float], None] | None = None,
 ) -> float:
-    """Train from scratch and write the averaged weights to ``path``. Returns the mean loss of the last 5 % of steps.
+    """Trains from scratch and writes the averaged weights to ``path``. Returns the mean loss of the last 5 % of steps.
 
     ``progress(step, loss)`` is called after every step.
 

@@ -1,4 +1,4 @@
-"""How an update runs: where its upstream gradients come from, and how its knots share passes and backward calls."""
+"""Modes of an update: the source of its upstream gradients, and how its knots share passes and backward calls."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ that ranks with equal shapes make equal numbers of passes. Eight samples of Flux
 
 
 class OffPolicyError(ValueError):
-    """The closed form was asked for, but the policy is not the one that made the rollout."""
+    """The closed form needs the rollout's policy, and the policy has changed."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Modes:
     Attributes:
         upstream, backward: the modes; ``"auto"`` is decided.
         knots_per_pass: most knots in one pass.
-        on_policy: whether the weights are the rollout's, on every rank; None if the policy or the rollout cannot tell.
+        on_policy: whether the weights are the rollout's, on every rank; None if it is not known.
         exact_where_mixed: whether samples that are partly clipped get a pass per step.
     """
 
@@ -54,7 +54,7 @@ def choose_modes(
 
     Raises:
         ValueError: settings that do not fit each other.
-        OffPolicyError: closed form off policy, or where nobody can tell.
+        OffPolicyError: closed form off policy, or where that is not known.
     """
     require_one_of("partly_clipped", partly_clipped, PartlyClipped)
     require_one_of("backward", backward, BackwardMode)
@@ -85,7 +85,7 @@ def choose_modes(
 
 
 def _same_weights(policy: VelocityPolicy, trajectory: Trajectory) -> bool | None:
-    """Says whether the weights are the rollout's, on every rank; None if the policy or the rollout cannot tell."""
+    """Compares the weights with the rollout's, on every rank; None if the policy or the rollout has no fingerprint."""
     version = weights_version(policy)
     if version is None or trajectory.weights_version is None:
         return None

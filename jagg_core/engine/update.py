@@ -54,10 +54,10 @@ def accumulate_gradients(
         objective: the loss.
         upstream: ``"autograd"`` runs the network at every step (the paper). ``"closed_form"`` only at the knots; legal
             only on policy, which is checked before any forward by the weights, and at every knot by the ratio.
-            ``"auto"`` takes it exactly where the weights are known to be the rollout's. ``"interpolated"``: off policy,
-            yet with forwards at the knots alone. How far velocities have moved since the rollout is known there, and
-            taken for the other steps by the plan's own weights, which must sum to 1 for every step. Upstream gradients
-            of any other origin are given: a tensor ``[T, B, *D]``, which needs forwards at the knots alone, or a
+            ``"auto"`` takes it exactly where the weights are known to be the rollout's. ``"interpolated"`` works off
+            policy with forwards at the knots alone: the other steps' velocities move as the knots' have moved since the
+            rollout, by the plan's weights, which must sum to 1 for every step. Other upstream gradients are given: a
+            tensor ``[T, B, *D]``, which needs forwards at the knots alone, or a
             function of step, latents and velocity ``[B, *D]`` that returns ``[B, *D]`` and is asked at every step that
             the plan uses. ``advantages`` and ``objective`` are then None, and the report's loss and ratios are 0.
         backward: ``"joint"``: one forward per knot, one backward call per independent part of the plan (the paper).
@@ -70,7 +70,7 @@ def accumulate_gradients(
             ``"exact"`` gives it a pass per step, soon as many as there are steps (``docs/method.md``).
         max_rows: most rows (knots times samples) of one batched pass; no limit by default.
         clock: timer in seconds that waits for the device; with it the report has seconds per phase.
-        backward_fn: takes the place of ``torch.autograd.backward`` where a trainer has its own for scalars (Accelerate,
+        backward_fn: replaces ``torch.autograd.backward`` where a trainer has a backward for scalars (Accelerate,
             DeepSpeed). It gets ``sum(v * u)``, whose gradient in the velocities v is u; its value means nothing.
 
     Raises:

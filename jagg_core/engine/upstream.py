@@ -1,4 +1,4 @@
-"""The second phase: upstream gradients ``s_j`` by step, in one of three ways."""
+"""The second phase: upstream gradients ``s_j`` by step, computed in one of three ways or given."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ class UpstreamGradients(ABC):
     Attributes:
         advantages: ``[B]`` or ``[B, T]``, on the trajectory's device and in its dtype.
         reference: policy of the KL term.
-        known: by step.
-        log_ratios: ``[B]``, by step, where the present velocity was compared with the rollout's.
+        known: upstream gradients by step.
+        log_ratios: ``[B]`` by step, where the present velocity was compared with the rollout's.
         reference_forwards: forwards of the reference policy.
     """
 
@@ -87,7 +87,7 @@ class UpstreamGradients(ABC):
                 )
 
     def require_finite(self, steps: list[int]) -> None:
-        """See `Passes.not_finite`, unless all that is known of ``steps`` is finite."""
+        """Reports by `Passes.not_finite` unless log ratios and upstream gradients of ``steps`` are finite."""
         sums = [torch.stack([self.known[j].log_ratio.sum(), self.known[j].gradient.sum()]) for j in steps]
         if sums and not torch.isfinite(torch.stack(sums)).all():
             self.passes.not_finite(
@@ -117,7 +117,7 @@ class UpstreamGradients(ABC):
             why = (
                 "the weights are the rollout's, so the network was asked otherwise: a timestep in other units "
                 "(sigma, or sigma * 1000), another guidance or prompt, or dropout; or it computes in half precision, "
-                "which compute_dtype of the policy says"
+                "which the policy's compute_dtype must name"
             )
         else:
             why = "other weights than the rollout's, or dropout; use upstream='autograd'"
@@ -144,13 +144,13 @@ class Autograd(UpstreamGradients):
     """The paper's way: from the velocity at every step, with a forward at each that is no knot."""
 
     def run_forwards(self, steps: list[int], knots: list[int], others: list[int]) -> None:
-        """See `UpstreamGradients.run_forwards`."""
+        """Runs a forward at each of ``steps`` that is no knot."""
         at_states = self.at_states(knots)
         for some, velocities in self.passes.without_graph([j for j in steps if j not in at_states]):
             self.from_velocities(some, velocities)
 
     def learn(self, steps: list[int], knots: list[int], velocities: list[Tensor]) -> None:
-        """See `UpstreamGradients.learn`."""
+        """Computes upstream gradients of ``knots`` by autograd; those of the other steps are known."""
         at = dict(zip(knots, velocities, strict=True))
         states = [k for k in self.at_states(knots) if k in steps]
         self.from_velocities(states, [at[k] for k in states])
@@ -164,7 +164,7 @@ class ClosedForm(UpstreamGradients):
     """On policy: from the noise of the rollout, without any forward; the ratio is checked at the knots."""
 
     def learn(self, steps: list[int], knots: list[int], velocities: list[Tensor]) -> None:
-        """See `UpstreamGradients.learn`."""
+        """Checks the ratio at ``knots``, and computes the closed form of ``steps``."""
         self._require_on_policy(self.at_states(knots), velocities)
         self.in_closed_form(steps)
         self.require_finite(steps)
@@ -183,15 +183,15 @@ class Interpolated(UpstreamGradients):
     """Off policy with forwards at knots alone: elsewhere a velocity has moved as its knots have, by the weights."""
 
     drifts: dict[int, Tensor] = field(default_factory=dict)
-    """By knot: the velocity ``[B, *D]`` less the rollout's."""
+    """Velocity ``[B, *D]`` minus the rollout's, by knot."""
 
     def run_forwards(self, steps: list[int], knots: list[int], others: list[int]) -> None:
-        """See `UpstreamGradients.run_forwards`."""
+        """Runs forwards at the knots of other calls, and notes how far velocities have moved."""
         for some, velocities in self.passes.without_graph([k for k in others if k not in self.drifts]):
             self._note_drift(some, velocities)
 
     def learn(self, steps: list[int], knots: list[int], velocities: list[Tensor]) -> None:
-        """See `UpstreamGradients.learn`."""
+        """Moves the velocities of ``steps`` as those of their knots have moved, and differentiates the loss there."""
         self._note_drift(knots, velocities)
         self.from_velocities(steps, [self._drifted(j) for j in steps])
         self.require_finite(steps)
@@ -220,14 +220,14 @@ class Given(UpstreamGradients):
     source: Source | None = None
 
     def run_forwards(self, steps: list[int], knots: list[int], others: list[int]) -> None:
-        """See `UpstreamGradients.run_forwards`."""
+        """Asks a function for every step that is no knot."""
         if not isinstance(self.source, Tensor):
             at_states = self.at_states(knots)
             for some, velocities in self.passes.without_graph([j for j in steps if j not in at_states]):
                 self._ask(some, velocities)
 
     def learn(self, steps: list[int], knots: list[int], velocities: list[Tensor]) -> None:
-        """See `UpstreamGradients.learn`."""
+        """Takes the given tensor, or asks the function at ``knots``."""
         if isinstance(self.source, Tensor):
             for step in steps:
                 self._keep(step, self.source[step])
@@ -257,4 +257,4 @@ WAYS: dict[str, type[UpstreamGradients]] = {
     "closed_form": ClosedForm,
     "interpolated": Interpolated,
 }
-"""By mode; see `jagg_core.engine.accumulate_gradients`."""
+"""Ways to upstream gradients, by mode of `jagg_core.engine.accumulate_gradients`."""

@@ -12,7 +12,7 @@ from torch.utils.benchmark.utils.timer import timer
 
 from jagg_core.advantages import advantage_slopes, group_advantages, groups_without_signal
 from jagg_core.backbones import schedule_of
-from jagg_core.distributed import FirstError, gathered, in_step, raise_together, rank, ranks, told_by_ranks
+from jagg_core.distributed import FirstError, gathered, in_step, raise_together, rank, ranks, texts_of_ranks
 from jagg_core.engine import Report, accumulate_gradients
 from jagg_core.grpo.config import GRPOConfig
 from jagg_core.grpo.graphs import require_memory
@@ -154,7 +154,7 @@ class GRPOTrainer:
             with timed(metrics, "reward"):
                 skipped = isinstance(broken, NOT_FINITE)
                 raise_together(None if skipped else broken, device)
-                metrics.skipped = told_by_ranks(str(broken) if skipped else "", device)
+                metrics.skipped = texts_of_ranks(str(broken) if skipped else "", device)
             if not metrics.skipped:
                 self._learn(batches, metrics)
         if collectives.complete:
@@ -300,7 +300,7 @@ class GRPOTrainer:
                 deferred.reduce()
         with timed(metrics, "optimizer"):
             metrics.learning_rate = self.learner.learning_rate()
-            reason = told_by_ranks(reason, self.learner.backbone.device)
+            reason = texts_of_ranks(reason, self.learner.backbone.device)
             if reason:
                 self.learner.masters.clear_gradients()
                 return reason

@@ -1,4 +1,4 @@
-"""The method inside trainers that own their loop: their stored tensors, their backward, their accumulation counters."""
+"""The method inside other trainers: their stored tensors, their backward, their accumulation counters."""
 
 from jagg_core.integrations.plans import window_plan
 from jagg_core.integrations.replay import HostPolicy, host_trajectory

@@ -74,7 +74,7 @@ def plan_update(
     require_one_of("backward", backward, HostBackward)
     require_one_of("upstream", upstream, UpstreamMode)
     if accelerator is not None and backward_fn is not None:
-        raise ValueError("accelerator has a backward of its own: backward_fn must be None with it")
+        raise ValueError("backward_fn must be None with accelerator, which has a backward")
     advantages = _in_order(advantages, trajectory)
 
     def run(through: Callable[[Tensor], None] | None) -> Report:
@@ -136,7 +136,7 @@ def _steps_in_backward(accelerator: Any) -> bool:
 class _Window:
     """``steps`` contexts of ``accelerator.accumulate``, of which ``calls`` backward calls fill the first and the last.
 
-    Every call but the last one has a context of its own; then contexts pass by empty; the last call has the last one.
+    Every call except the last one takes the next context; then contexts pass by empty; the last call has the last one.
     """
 
     def __init__(self, accelerator: Any, models: Sequence[Any], steps: int, calls: int) -> None:

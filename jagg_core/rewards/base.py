@@ -1,4 +1,4 @@
-"""What a reward is, how one is called safely, and sums of several."""
+"""The protocol of a reward, checked calls of one, and weighted sums."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 RANGE_TOLERANCE = 1e-3
-"""How far outside [0, 1] a pixel may lie before `score` refuses it."""
+"""Largest distance of a pixel from [0, 1] that `score` accepts."""
 
 
 class RewardNotFinite(ValueError):
@@ -24,7 +24,7 @@ class RewardFailed(RuntimeError):
 
 @runtime_checkable
 class Reward(Protocol):
-    """Says how good each image is for its prompt; larger is better.
+    """Values each image for its prompt; larger is better.
 
     A reward is a pure, deterministic function. It follows the device of the images, and each sample's
     value depends on that sample alone: a batch gives what single calls give. Failing means raising, never returning
@@ -34,11 +34,11 @@ class Reward(Protocol):
 
     @property
     def name(self) -> str:
-        """Name in records; for the rewards of this package also what `load_reward` takes."""
+        """Names the reward in records; for rewards of this package also in `load_reward`."""
         ...
 
     def __call__(self, images: Tensor, prompts: Sequence[str]) -> Tensor:
-        """Images ``[N, C, H, W]`` in [0, 1], fp32, and N prompts to N values, fp32 ``[N]``, on the images' device."""
+        """Computes values ``[N]``, fp32 on the images' device, from images ``[N, C, H, W]`` in [0, 1] and N prompts."""
         ...
 
 
@@ -50,7 +50,7 @@ class FunctionReward:
         self.name = name
 
     def __call__(self, images: Tensor, prompts: Sequence[str]) -> Tensor:
-        """See `Reward`."""
+        """Calls the function."""
         return self.function(images, prompts)
 
 
@@ -63,7 +63,7 @@ class WeightedSum:
 
     def __init__(self, terms: Sequence[tuple[float, Reward]]) -> None:
         if not terms:
-            raise ValueError("terms: a weighted sum needs at least one reward, got none")
+            raise ValueError("terms must have at least one reward, got none")
         for weight, reward in terms:
             if not math.isfinite(weight):
                 raise ValueError(f"the weight of {reward.name} must be finite, got {weight}")
@@ -71,36 +71,36 @@ class WeightedSum:
 
     @property
     def name(self) -> str:
-        """The sum as `load_reward` reads it, e.g. ``classifier+0.5*colourfulness``."""
+        """Writes the sum as `load_reward` reads it, e.g. ``classifier+0.5*colourfulness``."""
         parts = [("" if weight == 1 else f"{weight:.15g}*") + reward.name for weight, reward in self.terms]
         return "+".join(parts).replace("+-", "-")
 
     def __call__(self, images: Tensor, prompts: Sequence[str]) -> Tensor:
-        """See `Reward`."""
+        """Computes the weighted sum ``[N]``."""
         return torch.stack([weight * _checked(reward, images, prompts) for weight, reward in self.terms]).sum(0)
 
 
 def reward_versions(reward: Reward) -> dict[str, str]:
-    """What tells the weights of networks in ``reward`` from others, by the name of the term that uses them.
+    """Returns the versions of the networks' weights, by the name of the term that uses them.
 
-    Empty for rewards whose name says all of them.
+    Empty for rewards without networks.
     """
     terms = [term for _, term in reward.terms] if isinstance(reward, WeightedSum) else [reward]
     return {term.name: str(term.version) for term in terms if hasattr(term, "version")}
 
 
 def check_images(images: Tensor, reward: str, channels: tuple[int, ...]) -> None:
-    """Refuse anything but ``[N, C, H, W]`` with C one of ``channels``.
+    """Checks that images are ``[N, C, H, W]`` with C one of ``channels``.
 
     Raises:
-        ValueError: names the reward and the shape found.
+        ValueError: names the reward and the shape.
     """
     if images.ndim != 4:
         raise ValueError(f"images: {reward} takes [N, C, H, W], got shape {list(images.shape)}")
     if images.shape[1] not in channels:
         wanted = " or ".join({1: "1 channel (grey)", 3: "3 channels (RGB)"}.get(c, f"{c} channels") for c in channels)
-        found = "1-channel (grey)" if images.shape[1] == 1 else f"{images.shape[1]}-channel"
-        raise ValueError(f"images: {reward} takes {wanted}, got {found} images of shape {list(images.shape)}")
+        kind = "1-channel (grey)" if images.shape[1] == 1 else f"{images.shape[1]}-channel"
+        raise ValueError(f"images: {reward} takes {wanted}, got {kind} images of shape {list(images.shape)}")
 
 
 def _first(bad: Tensor) -> int:
@@ -109,7 +109,7 @@ def _first(bad: Tensor) -> int:
 
 @torch.no_grad()
 def score(reward: Reward, images: Tensor, prompts: Sequence[str]) -> Tensor:
-    """The rewards of images ``[N, C, H, W]`` in [0, 1] for N prompts: fp32 ``[N]`` on the images' device.
+    """Computes the rewards of images ``[N, C, H, W]`` in [0, 1] for N prompts: fp32 ``[N]`` on the images' device.
 
     A reward may return a list, a tuple or an array of N numbers instead of a tensor. A NaN is never silently replaced:
     not by a zero, not by the group's mean. It is an error, and so is whatever the reward itself raises.
@@ -129,12 +129,12 @@ def differentiable(
     """Builds the function from final latents ``[N, *D]`` to rewards ``[N]`` with a graph, as `adjoint_sweep` takes it.
 
     Args:
-        reward: differentiable in the images: of the registered ones all are.
-        decode: of the backbone, latents to images ``[N, C, H, W]`` in [0, 1], with a graph.
+        reward: a reward that is differentiable in the images, as all registered ones are.
+        decode: the backbone's decoder, latents to images ``[N, C, H, W]`` in [0, 1], with a graph.
         prompts: one per sample.
 
     Raises:
-        ValueError: when the function is called: images or rewards without a graph; says which of the two.
+        ValueError: by the function: images or rewards without a graph.
     """
 
     def value(latents: Tensor) -> Tensor:
@@ -153,7 +153,7 @@ def differentiable(
 
 
 def _checked(reward: Reward, images: Tensor, prompts: Sequence[str]) -> Tensor:
-    """Rewards with a graph where autograd is on; see `score`."""
+    """Computes what `score` returns, with a graph where autograd is on."""
     if isinstance(prompts, str):
         raise TypeError(f"prompts must be a sequence with one string per image, got the single string {prompts!r}")
     if not images.is_floating_point():
@@ -186,23 +186,23 @@ def _checked(reward: Reward, images: Tensor, prompts: Sequence[str]) -> Tensor:
 
 
 def _as_tensor(values: object, reward: str, count: int) -> Tensor:
-    """What a reward returned as a tensor: a list, tuple or array of ``count`` numbers is one as well."""
+    """Converts the result of a reward: a tensor, or a list, tuple or array of ``count`` numbers."""
     if isinstance(values, Tensor):
         return values
     wanted = f"reward {reward} must return a tensor of shape [{count}], or a list or array of {count} numbers"
     if not isinstance(values, (list, tuple, np.ndarray)):
         raise TypeError(f"{wanted}, got {type(values).__name__}")
     try:
-        found = np.asarray(values)
+        array = np.asarray(values)
     except (TypeError, ValueError) as error:
         raise TypeError(f"{wanted}, got a {type(values).__name__} that is no array: {error}") from error
-    if found.dtype.kind not in "fiub":
-        raise TypeError(f"{wanted}, got a {type(values).__name__} of {found.dtype}")
-    return torch.from_numpy(found.astype(np.float64))
+    if array.dtype.kind not in "fiub":
+        raise TypeError(f"{wanted}, got a {type(values).__name__} of {array.dtype}")
+    return torch.from_numpy(array.astype(np.float64))
 
 
 def score_in_update(reward: Reward, images: Tensor, prompts: Sequence[str], update: int) -> Tensor:
-    """`score` in a training run.
+    """Computes `score` in a training run.
 
     Raises:
         RewardNotFinite, FloatingPointError: a value is not finite.

@@ -23,7 +23,7 @@ CHUNK = 512
 
 @dataclass(frozen=True)
 class ClassifierSpec:
-    """What a classifier is: its data and its layers.
+    """Data and layers of a classifier.
 
     One 3x3 convolution per entry of ``widths``, each followed by GroupNorm and SiLU. Then the mean over positions, or
     with ``pool=False`` every position, goes into one linear layer.
@@ -77,17 +77,17 @@ class Classifier(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        """Device of the weights."""
+        """Returns the device of the weights."""
         return self.head.weight.device
 
     def forward(self, images: Tensor) -> Tensor:
-        """Images ``[N, C, size, size]`` in [0, 1] to log-probabilities ``[N, classes]``."""
+        """Computes from images ``[N, C, size, size]`` in [0, 1] the log-probabilities ``[N, classes]``."""
         features = self.features(2 * images - 1)
         features = features.mean((2, 3)) if self.spec.pool else features.flatten(1)
         return F.log_softmax(self.head(features), dim=-1)
 
     def class_ids(self, prompts: Sequence[str]) -> Tensor:
-        """The class of each prompt, ``[N]``, on the classifier's device.
+        """Returns the class of each prompt, ``[N]``, on the classifier's device.
 
         Raises:
             ValueError: a prompt that is none of the classes.
@@ -95,7 +95,7 @@ class Classifier(nn.Module):
         unknown = sorted({str(p) for p in prompts} - set(self.spec.classes))
         if unknown:
             known = list(self.spec.classes)
-            raise ValueError(f"prompts: the {self.spec.dataset} classifier knows {known}, got {unknown}")
+            raise ValueError(f"prompts must be of {known} for the {self.spec.dataset} classifier, got {unknown}")
         return torch.tensor([self.spec.classes.index(p) for p in prompts], dtype=torch.long, device=self.device)
 
     def log_probs(self, images: Tensor) -> Tensor:
@@ -134,7 +134,7 @@ class ClassifierLogProb:
         self.version = fingerprint([classifier_path(dataset)])
 
     def __call__(self, images: Tensor, prompts: Sequence[str]) -> Tensor:
-        """See `Reward`.
+        """Computes the log-probability of each prompt's class, ``[N]``.
 
         Raises:
             ValueError: a prompt that is no class; images of another shape; unequal numbers of images and prompts.
@@ -143,7 +143,7 @@ class ClassifierLogProb:
 
 
 def read_as_prompted(images: Tensor, prompts: Sequence[str], dataset: str) -> float:
-    """Share of the images ``[N, C, H, W]`` in [0, 1] whose most probable class is their prompt, in [0, 1].
+    """Computes the share of images ``[N, C, H, W]`` in [0, 1] whose most probable class is their prompt.
 
     It asks the network that `ClassifierLogProb` rewards: after training on that reward it is no independent judge.
 
@@ -152,7 +152,7 @@ def read_as_prompted(images: Tensor, prompts: Sequence[str], dataset: str) -> fl
             log-probabilities that are not finite (an arg-max would read NaN as a class).
     """
     if len(images) == 0:
-        raise ValueError("images: at least one is needed, got none")
+        raise ValueError("images must have at least one, got none")
     classifier = shipped_classifier(dataset, str(images.device))
     log_probs = classifier.log_probs(images)
     undefined = ~log_probs.isfinite().all(1)
@@ -163,19 +163,19 @@ def read_as_prompted(images: Tensor, prompts: Sequence[str], dataset: str) -> fl
 
 
 def _targets(classifier: Classifier, images: Tensor, prompts: Sequence[str]) -> Tensor:
-    """Class ids ``[N, 1]`` on the images' device."""
+    """Returns class ids ``[N, 1]`` on the images' device."""
     if len(images) != len(prompts):
         raise ValueError(f"prompts: one per image is needed, got {len(prompts)} for {len(images)} images")
     return classifier.class_ids(prompts).to(images.device).unsqueeze(1)
 
 
 def classifier_path(dataset: str) -> Path:
-    """Where the shipped weights for a data set are."""
+    """Returns the file of the shipped weights for a data set."""
     return Path(str(files(__package__).joinpath("weights", f"{dataset}-classifier.safetensors")))
 
 
 def load_classifier(dataset: str, device: torch.device | str = "cpu", *, path: Path | str | None = None) -> Classifier:
-    """The trained classifier of ``dataset`` ("digits" or "photos"), fp32, in eval mode, without gradients.
+    """Loads the trained classifier of ``dataset`` ("digits" or "photos"), fp32, in eval mode, without gradients.
 
     ``path``: another file than the shipped one.
 
@@ -207,7 +207,7 @@ def shipped_classifier(dataset: str, device: str) -> Classifier:
 
 
 def classifier_spec(dataset: str) -> ClassifierSpec:
-    """The classifier of a data set.
+    """Returns the specification of a data set's classifier.
 
     Raises:
         ValueError: there is none; names those that exist.

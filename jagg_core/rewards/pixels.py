@@ -21,7 +21,7 @@ class Colourfulness:
     name = "colourfulness"
 
     def __call__(self, images: Tensor, prompts: Sequence[str]) -> Tensor:
-        """See `Reward`.
+        """Computes the colourfulness of every image, ``[N]``.
 
         Raises:
             ValueError: the images are not RGB.
@@ -36,14 +36,14 @@ class Colourfulness:
 class Sharpness:
     """Mean absolute 4-neighbour Laplacian of the luminance, over the pixels that have all four neighbours.
 
-    Luminance is Rec. 601 luma, ``0.299 R + 0.587 G + 0.114 B``; a grey image is its own. 0 for a constant image, 4 for
-    a checkerboard of single black and white pixels, the largest value there is.
+    Luminance is Rec. 601 luma, ``0.299 R + 0.587 G + 0.114 B``, or the grey image itself. 0 for a constant image, 4 for
+    a checkerboard of single black and white pixels, the largest value.
     """
 
     name = "sharpness"
 
     def __call__(self, images: Tensor, prompts: Sequence[str]) -> Tensor:
-        """See `Reward`.
+        """Computes the sharpness of every image, ``[N]``.
 
         Raises:
             ValueError: neither grey nor RGB, or a side of fewer than 3 pixels.
@@ -70,7 +70,7 @@ class Redness:
     name = "redness"
 
     def __call__(self, images: Tensor, prompts: Sequence[str]) -> Tensor:
-        """See `Reward`.
+        """Computes the redness of every image, ``[N]``.
 
         Raises:
             ValueError: the images are not RGB.
@@ -86,7 +86,7 @@ class Ink:
     name = "ink"
 
     def __call__(self, images: Tensor, prompts: Sequence[str]) -> Tensor:
-        """See `Reward`.
+        """Computes the ink of every image, ``[N]``.
 
         Raises:
             ValueError: the images are not grey.

@@ -20,7 +20,7 @@ from jagg_core.rewards.preference import CLIPSCORE, HPSV21, PICKSCORE, Preferenc
 
 
 def _no_options() -> None:
-    """What takes the options of a reward that has none."""
+    """Takes the options of a reward without options."""
 
 
 @dataclass(frozen=True)
@@ -29,10 +29,10 @@ class _Entry:
 
     Attributes:
         summary: one line.
-        channels: of the images that it can score.
-        make: loads it, from the data set, the device and what ``settings`` gave.
-        settings: takes its options, and refuses bad ones before anything is loaded.
-        needs_dataset: whether it cannot be loaded without one.
+        channels: numbers of channels that it can score.
+        make: loads the reward from the data set, the device and the result of ``settings``.
+        settings: takes the options, and refuses bad ones before anything is loaded.
+        needs_dataset: whether loading needs a data set.
     """
 
     summary: str
@@ -73,24 +73,24 @@ _TERM = re.compile(rf"\s*(?P<sign>[+-]?)\s*(?:(?P<weight>{_WEIGHT})\s*\*\s*)?(?P
 
 
 def list_rewards() -> dict[str, str]:
-    """Registered names, each with one line on what it is."""
+    """Lists the registered names, each with a summary."""
     return {name: entry.summary for name, entry in _REWARDS.items()}
 
 
 def load_reward(
     name: str, *, dataset: str | None = None, device: torch.device | str = "cpu", options: Sequence[str] = ()
 ) -> Reward:
-    """A reward, or a weighted sum of rewards, by name.
+    """Loads a reward, or a weighted sum of rewards, by name.
 
-    ``name``: one of `list_rewards`; ``module:function`` for your own, either a function
+    ``name``: one of `list_rewards`; ``module:function`` for yours, either a function
     ``(images, prompts) -> Tensor[N]`` or an object that is a `Reward`; or a sum such as
     ``classifier+0.5*colourfulness`` or ``classifier-0.1*my_rewards:noisiness``. A published reward's variant may follow
     its name: ``clipscore.clamped``.
     ``dataset``: the shipped data set that the images look like ("digits" or "photos"). The classifier needs it; with
     it, a reward that cannot score such images is refused here rather than after the first rollout.
     ``device``: where networks are loaded; they follow the images from there.
-    ``options``: of published rewards, written ``reward.option=value``, such as ``pickscore.path=FOLDER``; see
-    `jagg_core.rewards.preference.PreferenceSettings`.
+    ``options``: `jagg_core.rewards.preference.PreferenceSettings` of published rewards, written
+    ``reward.option=value``, such as ``pickscore.path=FOLDER``.
 
     Raises:
         ValueError: an unknown name (names the nearest match and what is allowed), a sum or an option that cannot be
@@ -110,32 +110,32 @@ def load_reward(
 
 
 def check_reward(name: str, *, dataset: str | None = None, options: Sequence[str] = ()) -> None:
-    """Check what `load_reward` can check without loading anything; ``dataset=None``: not known yet.
+    """Checks what `load_reward` can check without loading anything; ``dataset=None``: not known yet.
 
     Raises:
-        ValueError: see there.
+        ValueError: as `load_reward` before anything is loaded.
     """
     _checked(name, dataset, options)
 
 
 def reward_fingerprints(name: str, reward: Reward) -> dict[str, str]:
-    """Computes what tells each term of a reward from others of that name: its source files, and its version if any.
+    """Computes digests of the source files of each term, with its version if any.
 
-    ``name``: by which `load_reward` loaded ``reward``. A module that the reward's module imports is not read.
+    ``name`` is the one by which `load_reward` loaded ``reward``. Modules that the reward's module imports are not read.
     """
     terms = [term for _, term in reward.terms] if isinstance(reward, WeightedSum) else [reward]
-    found = {}
+    digests = {}
     for (_, text), term in zip(_parse(name), terms, strict=True):
         modules = [type(term).__module__, *([text.partition(":")[0]] if ":" in text else [])]
         if isinstance(term, FunctionReward):
             modules.append(getattr(term.function, "__module__", None) or type(term.function).__module__)
         version = f", version {term.version}" if hasattr(term, "version") else ""
-        found[text] = f"source {source_fingerprint(*modules)}{version}"
-    return found
+        digests[text] = f"source {source_fingerprint(*modules)}{version}"
+    return digests
 
 
 def options_of(name: str, options: Sequence[str]) -> list[str]:
-    """Those of ``options`` that are for a term of the reward ``name``, where several rewards share one list.
+    """Selects from ``options`` those for the terms of the reward ``name``, where several rewards share one list.
 
     Raises:
         ValueError: a sum or an option that cannot be read.
@@ -147,7 +147,7 @@ def options_of(name: str, options: Sequence[str]) -> list[str]:
 
 
 def _checked(text: str, dataset: str | None, options: Sequence[str]) -> list[tuple[float, str, object]]:
-    """Weight, name and settings of each term."""
+    """Reads weight, name and settings of each term."""
     terms = [(weight, *_split_variant(term)) for weight, term in _parse(text)]
     if dataset is not None:
         classifier_spec(dataset)
@@ -168,7 +168,7 @@ def _checked(text: str, dataset: str | None, options: Sequence[str]) -> list[tup
 
 
 def _split_variant(term: str) -> tuple[str, str | None]:
-    """``clipscore.clamped`` as the reward and its variant."""
+    """Splits ``clipscore.clamped`` into the reward and its variant."""
     for name, entry in _REWARDS.items():
         if entry.settings is not _no_options and term.startswith(f"{name}."):
             return name, term.removeprefix(f"{name}.")
@@ -176,13 +176,13 @@ def _split_variant(term: str) -> tuple[str, str | None]:
 
 
 def _split_options(options: Sequence[str]) -> dict[str, list[str]]:
-    """``reward.option=value`` as ``option=value`` by reward."""
+    """Sorts ``reward.option=value`` as ``option=value`` by reward."""
     given: dict[str, list[str]] = {}
     for text in options:
         key, equals, value = text.partition("=")
         reward, _, option = key.rpartition(".")
         if not (reward and option and equals):
-            raise ValueError(f"reward options are written reward.option=value, got {text!r}")
+            raise ValueError(f"reward options must be written reward.option=value, got {text!r}")
         given.setdefault(reward, []).append(f"{option}={value}")
     return given
 
@@ -223,7 +223,7 @@ def _check_registered(name: str, dataset: str | None) -> None:
 def _load_one(name: str, dataset: str | None, device: torch.device | str, settings: object) -> Reward:
     if ":" not in name:
         return _REWARDS[name].make(dataset, device, settings)
-    found = import_object(name, "reward", _allowed())
-    if isinstance(found, type) or not callable(found):
-        raise ValueError(f"reward {name!r} must be a function or an object that is a Reward, got {found!r}")
-    return found if isinstance(found, Reward) else FunctionReward(found, name)
+    reward = import_object(name, "reward", _allowed())
+    if isinstance(reward, type) or not callable(reward):
+        raise ValueError(f"reward {name!r} must be a function or an object that is a Reward, got {reward!r}")
+    return reward if isinstance(reward, Reward) else FunctionReward(reward, name)

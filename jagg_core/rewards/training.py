@@ -1,8 +1,7 @@
-"""Trains the shipped classifiers from a seed. Needs the ``train`` extra.
+"""Trains the shipped classifiers from a seed, on the real images of `jagg_core.backbones.datasets`.
 
-Trained on the real images only (see `jagg_core.backbones.datasets`), with noise, gain and shifts added so that the
-slight imperfections of generated images do not mislead them, and with label smoothing so that the log-probability of a
-good image keeps headroom as a reward.
+Noise, gain and shifts are added, so that slight imperfections of generated images do not mislead the classifier. Label
+smoothing leaves the log-probability of a good image room to grow as a reward. Needs the ``train`` extra.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from jagg_core.files import write_tensors
 from jagg_core.rewards.classifier import Classifier, classifier_spec, shipped_classifier, spec_json
 
 HELD_OUT_SEED = 2**40
-"""Seed of the crops that a photo classifier is judged on; far from the small seeds people train with."""
+"""Seed of the crops that a photo classifier is judged on; far from the usual small seeds."""
 
 HELD_OUT_CROPS = 2048
 
@@ -47,7 +46,7 @@ class ClassifierTraining:
     seed: int = 0
 
 
-# photos are cropped anew for every sample, which shifts them already
+# photos are cropped at random for every sample, which shifts them already
 RECIPES: dict[str, ClassifierTraining] = {
     "digits": ClassifierTraining(steps=1500, max_shift=1),
     "photos": ClassifierTraining(steps=400, batch=64),
@@ -56,7 +55,7 @@ RECIPES: dict[str, ClassifierTraining] = {
 
 
 def held_out(dataset: str, crops: int = HELD_OUT_CROPS, seed: int = HELD_OUT_SEED) -> tuple[Tensor, Tensor]:
-    """Real images that judge a classifier: ``[M, C, H, W]`` in [0, 1] and class ids ``[M]``.
+    """Loads real images that judge a classifier: ``[M, C, H, W]`` in [0, 1] and class ids ``[M]``.
 
     Digits: the whole held-out fifth, never trained on. Photos: ``crops`` fresh crops; they come from
     the same photographs as the training crops, so they measure recognition of these photographs, nothing wider.
@@ -69,7 +68,7 @@ def held_out(dataset: str, crops: int = HELD_OUT_CROPS, seed: int = HELD_OUT_SEE
 
 
 def _augment(images: Tensor, settings: ClassifierTraining, generator: torch.Generator) -> Tensor:
-    """Shift, scale and add noise to images ``[N, C, H, W]``, each sample by its own amount; clamped to [0, 1]."""
+    """Shifts, scales and adds noise to images ``[N, C, H, W]``, each sample by a random amount; clamped to [0, 1]."""
     n, _, height, width = images.shape
     if settings.max_shift:
         pad = settings.max_shift
@@ -91,7 +90,7 @@ def train_classifier(
     seed: int = 0,
     progress: Callable[[int, float], None] | None = None,
 ) -> float:
-    """Train the classifier of ``dataset`` from scratch and write it to ``path`` in half precision.
+    """Trains the classifier of ``dataset`` from scratch and writes it to ``path`` in half precision.
 
     ``steps``: the recipe's number where not given. ``progress(step, loss)`` is called after every step. Returns the
     accuracy, in [0, 1], of the weights as written, on `held_out`; it is also in the file's metadata. The same seed

@@ -116,7 +116,7 @@ def test_options_are_read_by_their_types(optional: str) -> None:
 @pytest.mark.parametrize(
     ("text", "match"),
     [
-        ("height", "backbone options are written option=value, got 'height'"),
+        ("height", "backbone options must be written option=value, got 'height'"),
         ("height=big", "height must be of type int, got 'big'"),
         ("height=1.5", "height must be of type int, got '1.5'"),
         ("hight=8", r"'optional' has the options \['height', 'path', 'rate'\], got 'hight'; did you mean 'height'\?"),
@@ -167,7 +167,7 @@ def test_schedules_by_name() -> None:
 
     assert torch.equal(schedule_of(Sampler(), "dance", 4, 3.0), dance_schedule(4, 3.0))  # type: ignore[arg-type]
     assert schedule_of(Sampler(), "own", 4, 3.0).tolist() == [1, 0.75, 0.5, 0.25, 0]  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"without has no method schedule\(steps\); allowed: dance, got 'own'"):
+    with pytest.raises(ValueError, match=r"must be dance for without, which has no schedule\(steps\), got 'own'"):
         schedule_of(Without(), "own", 4, 3.0)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"schedule must be one of \['dance', 'own'\], got 'flux'"):
         check_schedule("flux", 4, 3.0)

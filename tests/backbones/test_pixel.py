@@ -322,12 +322,12 @@ def test_bf16_is_close_to_fp32(digits: PixelBackbone) -> None:
 
 
 def test_unknown_prompts_are_refused(make_tiny: MakeTiny) -> None:
-    with pytest.raises(ValueError, match=r"prompts: tiny-flux knows \['a', 'b', 'c'\], got \['cat', 'z'\]"):
+    with pytest.raises(ValueError, match=r"prompts must be of \['a', 'b', 'c'\] for tiny-flux, got \['cat', 'z'\]"):
         make_tiny().policy(["a", "z", "cat", "b"])
 
 
 def test_no_prompts_are_refused(make_tiny: MakeTiny) -> None:
-    with pytest.raises(ValueError, match="prompts: at least one is needed, got none"):
+    with pytest.raises(ValueError, match="prompts must have at least one, got none"):
         make_tiny().policy([])
 
 
@@ -359,5 +359,5 @@ def test_a_lora_alone_is_trained_and_changes_nothing_at_first(name: str) -> None
     trained = [name for name, p in adapted.transformer.named_parameters() if p.requires_grad]
     assert trained
     assert all("lora_" in name for name in trained)
-    with pytest.raises(ValueError, match="lora_alpha must be positive, beside a lora_rank, got 4 at rank 0"):
+    with pytest.raises(ValueError, match="lora_alpha must be positive and needs a lora_rank, got 4 at rank 0"):
         load_backbone(name, lora_alpha=4)

@@ -17,7 +17,7 @@ from jagg_core.distributed import (
     on_first_rank,
     raise_together,
     require_device_each,
-    told_by_ranks,
+    texts_of_ranks,
 )
 from jagg_core.sharding import Piece, Sharding
 
@@ -137,7 +137,7 @@ def test_of_errors_in_a_loop_the_first_is_kept_and_others_are_raised() -> None:
 
 def test_on_one_rank_errors_and_texts_are_as_they_are() -> None:
     device, error = torch.device("cpu"), OSError("disk full")
-    assert [told_by_ranks(text, device) for text in ("", "broken")] == ["", "broken"]
+    assert [texts_of_ranks(text, device) for text in ("", "broken")] == ["", "broken"]
     raise_together(None, device)
     with pytest.raises(OSError, match="disk full") as caught:
         raise_together(error, device)
@@ -198,7 +198,7 @@ def test_ranks_need_a_gpu_each(monkeypatch: pytest.MonkeyPatch) -> None:
     require_device_each("cpu", 64)
     with pytest.raises(ValueError, match="at most its 2 GPUs with device 'cuda', got 3"):
         require_device_each("cuda", 3)
-    with pytest.raises(ValueError, match="of which each takes its own, got 'cuda:1'"):
+    with pytest.raises(ValueError, match="each of which takes one GPU, got 'cuda:1'"):
         require_device_each("cuda:1", 2)
 
 

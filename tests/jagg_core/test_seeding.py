@@ -68,5 +68,5 @@ def test_global_state_is_left_alone(seed: int) -> None:
 
 
 def test_no_samples_have_no_latents() -> None:
-    with pytest.raises(ValueError, match="sample_ids: at least one is needed, got none"):
+    with pytest.raises(ValueError, match="sample_ids must have at least one, got none"):
         initial_latents((5,), seed=0, sample_ids=[])

@@ -127,7 +127,7 @@ def test_shipped_files_are_small_fp16_and_say_what_they_are(dataset: str) -> Non
 def test_unknown_prompts_and_other_shapes_are_refused() -> None:
     reward = ClassifierLogProb("digits")
     images = torch.zeros(2, 1, 8, 8)
-    with pytest.raises(ValueError, match=r"digits classifier knows \['0', .*got \['cat'\]"):
+    with pytest.raises(ValueError, match=r"must be of \['0', .*\] for the digits classifier, got \['cat'\]"):
         score(reward, images, ["3", "cat"])
     with pytest.raises(ValueError, match=r"takes 8x8 pixels, got \[2, 1, 16, 16\]"):
         score(reward, torch.zeros(2, 1, 16, 16), ["3", "4"])

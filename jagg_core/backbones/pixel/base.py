@@ -1,7 +1,7 @@
 """Small class-conditional transformers on pixels, trained by rectified flow and shipped with the package.
 
-They use the library's own transformer classes at a small size: what they lack of a text-to-image model is scale, not
-architecture. A prompt is one of a fixed list of class names; it enters as one text token and as pooled projection.
+They use diffusers' transformer classes at a small size: the architecture is a text-to-image model's, the scale is not.
+A prompt is a class name from a fixed list; it enters as one text token and as pooled projection.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from jagg_core.policy import guided
 
 @dataclass(frozen=True)
 class PixelSpec(ABC):
-    """What a shipped backbone is: images, packing, transformer size.
+    """A shipped backbone: images, packing, transformer size.
 
     Latents are ``[tokens, channels]`` with ``tokens = (size / patch)^2`` and ``channels = image_channels patch^2``:
     pixels in [0, 1], shifted by ``mean``, divided by ``std``, and packed in patches row by row.
@@ -50,26 +50,26 @@ class PixelSpec(ABC):
 
     @abstractmethod
     def build(self) -> PixelModule:
-        """The module with random weights."""
+        """Builds the module with random weights."""
 
     @property
     def side(self) -> int:
-        """Tokens per image side."""
+        """Counts tokens per image side."""
         return self.size // self.patch
 
     @property
     def latent_shape(self) -> tuple[int, int]:
-        """``(tokens, channels)`` of one sample."""
+        """Computes ``(tokens, channels)`` of one sample."""
         return self.side**2, self.image_channels * self.patch**2
 
     def encode(self, images: Tensor) -> Tensor:
-        """Images ``[N, C, H, W]`` in [0, 1] to packed latents ``[N, tokens, channels]``."""
+        """Converts images ``[N, C, H, W]`` in [0, 1] to packed latents ``[N, tokens, channels]``."""
         n, channels, p, side = len(images), self.image_channels, self.patch, self.side
         patches = ((images - self.mean) / self.std).reshape(n, channels, side, p, side, p)
         return patches.permute(0, 2, 4, 1, 3, 5).reshape(n, side * side, channels * p * p)
 
     def decode(self, latents: Tensor) -> Tensor:
-        """Packed latents ``[N, tokens, channels]`` to images ``[N, C, H, W]``, clamped to [0, 1], fp32."""
+        """Converts packed latents ``[N, tokens, channels]`` to images ``[N, C, H, W]``, clamped to [0, 1], fp32."""
         n, channels, p, side = len(latents), self.image_channels, self.patch, self.side
         patches = latents.float().reshape(n, side, side, channels, p, p).permute(0, 3, 1, 4, 2, 5)
         return (patches.reshape(n, channels, self.size, self.size) * self.std + self.mean).clamp(0, 1)
@@ -94,14 +94,14 @@ class PixelModule(nn.Module, ABC):
         self.timestep = ExactTimestep(self.transformer.time_text_embed, factor=timestep_factor)
 
     def forward(self, latents: Tensor, sigma: Tensor, class_ids: Tensor) -> Tensor:
-        """Velocity ``[N, tokens, channels]`` at ``latents`` (same shape), ``sigma`` [N] in [0, 1], classes [N]."""
+        """Computes velocities ``[N, tokens, channels]`` at ``latents``, ``sigma`` [N] in [0, 1], classes [N]."""
         dtype = self.transformer.dtype
         with self.timestep.given(sigma):
             return self.call(latents.to(dtype), sigma.to(dtype), self.prompt_table(class_ids).to(dtype))
 
     @abstractmethod
     def call(self, latents: Tensor, sigma: Tensor, prompts: Tensor) -> Tensor:
-        """The transformer's output. All in its dtype; ``prompts``: rows ``[N, width]`` of the table."""
+        """Computes the transformer's output, all in its dtype; ``prompts`` are rows ``[N, width]`` of the table."""
 
 
 class PixelPolicy:
@@ -115,7 +115,7 @@ class PixelPolicy:
         self.name = name
 
     def velocity(self, latents: Tensor, sigma: Tensor, rows: Tensor) -> Tensor:
-        """See `jagg_core.policy.VelocityPolicy`."""
+        """Computes velocities ``[N, tokens, channels]``, guided if the policy is."""
         ids = self.class_ids[rows]
         if self.guidance == 1.0:
             return self.module(latents, sigma, ids)
@@ -126,11 +126,11 @@ class PixelPolicy:
         return guided(conditional, unconditional, self.guidance)
 
     def parameters(self) -> list[nn.Parameter]:
-        """The transformer's parameters; the prompt table plays the frozen text encoder."""
+        """Returns the transformer's parameters; the prompt table plays the frozen text encoder."""
         return list(self.module.transformer.parameters())
 
     def signature(self) -> dict[str, str]:
-        """What a replay must have in common with the rollout."""
+        """Returns the settings that a replay must share with the rollout."""
         prompts = hashlib.blake2b(json.dumps(self.class_ids.tolist()).encode(), digest_size=8).hexdigest()
         dtype = str(self.parameters()[0].dtype).removeprefix("torch.")
         return {"backbone": self.name, "guidance": repr(self.guidance), "dtype": dtype, "prompts": prompts}
@@ -145,52 +145,52 @@ class PixelBackbone:
 
     @property
     def name(self) -> str:
-        """Registered name."""
+        """Returns the registered name."""
         return self.spec.name
 
     @property
     def dataset(self) -> str | None:
-        """Name of the image set whose classifier can judge the samples; None without one."""
+        """Names the data set whose classifier can judge the samples; None without one."""
         return self.spec.dataset
 
     @property
     def prompts(self) -> tuple[str, ...]:
-        """The prompts that the backbone was trained on."""
+        """Returns the prompts that the backbone was trained on."""
         return self.spec.prompts
 
     @property
     def latent_shape(self) -> tuple[int, ...]:
-        """Shape of one sample's latents."""
+        """Returns the shape of one sample's latents."""
         return self.spec.latent_shape
 
     @property
     def device(self) -> torch.device:
-        """Device of the weights."""
+        """Returns the device of the weights."""
         return next(self.module.parameters()).device
 
     @property
     def transformer(self) -> nn.Module:
-        """The diffusers transformer that is trained, sharded and checkpointed."""
+        """Returns the diffusers transformer, which is trained, sharded and checkpointed."""
         transformer: nn.Module = self.module.transformer
         return transformer
 
     @property
     def blocks(self) -> list[nn.Module]:
-        """The transformer's blocks in order, for ``fully_shard`` and for activation checkpointing."""
+        """Returns the transformer's blocks in order, for ``fully_shard`` and for activation checkpointing."""
         return [block for name in self.module.block_lists for block in getattr(self.module.transformer, name)]
 
     def policy(self, prompts: Sequence[str], guidance: float | None = None) -> PixelPolicy:
-        """A policy for these prompts, one per sample. ``guidance`` None is 1: none.
+        """Makes a policy for these prompts, one per sample. ``guidance`` None is 1: none.
 
         Raises:
             ValueError: a prompt that the backbone was not trained on; no prompts; a guidance that is not finite.
         """
         if len(prompts) == 0:
-            raise ValueError("prompts: at least one is needed, got none")
+            raise ValueError("prompts must have at least one, got none")
         unknown = sorted({p for p in prompts if p not in self.prompts}, key=str)
         if isinstance(prompts, str) or unknown:
-            found = prompts if isinstance(prompts, str) else unknown
-            raise ValueError(f"prompts: {self.name} knows {list(self.prompts)}, got {found!r}")
+            wrong = prompts if isinstance(prompts, str) else unknown
+            raise ValueError(f"prompts must be of {list(self.prompts)} for {self.name}, got {wrong!r}")
         scale = 1.0 if guidance is None else float(guidance)
         if not math.isfinite(scale):
             raise ValueError(f"guidance must be finite, got {scale}")
@@ -198,16 +198,16 @@ class PixelBackbone:
         return PixelPolicy(self.module, ids, len(self.prompts), scale, self.name)
 
     def decode(self, latents: Tensor) -> Tensor:
-        """Latents ``[N, tokens, channels]`` to images ``[N, C, H, W]`` in [0, 1], fp32."""
+        """Decodes latents ``[N, tokens, channels]`` to images ``[N, C, H, W]`` in [0, 1], fp32."""
         return self.spec.decode(latents)
 
     def enable_gradient_checkpointing(self) -> None:
-        """Recompute block activations in the backward (diffusers' own switch)."""
+        """Makes the backward recompute the blocks' activations, by diffusers' switch."""
         self.module.transformer.enable_gradient_checkpointing()
 
 
 def weights_path(name: str) -> Path:
-    """Where the shipped weights of ``name`` are."""
+    """Returns the file of the shipped weights of ``name``."""
     return Path(str(files("jagg_core.backbones").joinpath("weights", f"{name}.safetensors")))
 
 
@@ -219,18 +219,18 @@ def build_pixel_backbone(
     lora_rank: int = 0,
     lora_alpha: int | None = None,
 ) -> PixelBackbone:
-    """The trained backbone with its shipped weights, in eval mode.
+    """Loads a backbone with its shipped weights, in eval mode.
 
     Args:
-        spec: which.
-        device: of the weights.
-        dtype: of the weights.
+        spec: the backbone.
+        device: device of the weights.
+        dtype: dtype of the weights.
         lora_rank: above 0, train a LoRA of this rank instead of the weights. Needs peft.
         lora_alpha: its scale; default: twice the rank.
 
     Raises:
         FileNotFoundError: the weights are missing; says how to rebuild them.
-        ValueError: a LoRA that cannot be, or weights of another configuration.
+        ValueError: rank or alpha out of range, or weights of another configuration.
     """
     check_lora(lora_rank, lora_alpha)
     path = weights_path(spec.name)
@@ -250,11 +250,11 @@ def build_pixel_backbone(
 
 
 def spec_json(spec: PixelSpec) -> str:
-    """The configuration as canonical JSON, as stored in the weights' metadata."""
+    """Writes the configuration as canonical JSON, as stored in the weights' metadata."""
     return json.dumps(asdict(spec), sort_keys=True)
 
 
 def save_pixel_weights(spec: PixelSpec, module: nn.Module, path: Path, notes: dict[str, str]) -> None:
-    """Write the weights in half precision (fp16) with the configuration and ``notes`` in the metadata."""
+    """Writes the weights in half precision (fp16) with the configuration and ``notes`` in the metadata."""
     tensors = {key: value.detach().half() for key, value in module.state_dict().items()}
     write_tensors(path, tensors, {"spec": spec_json(spec), **notes})

@@ -18,7 +18,7 @@ class FluxSpec(PixelSpec):
     single_blocks: int = 4
 
     def build(self) -> PixelFlux:
-        """See `PixelSpec`."""
+        """Builds the module with random weights."""
         return PixelFlux(self)
 
 
@@ -50,7 +50,7 @@ class PixelFlux(PixelModule):
         self.register_buffer("text_ids", torch.zeros(1, 3), persistent=False)
 
     def call(self, latents: Tensor, sigma: Tensor, prompts: Tensor) -> Tensor:
-        """See `PixelModule`."""
+        """Computes velocities ``[N, tokens, channels]``."""
         velocity: Tensor = self.transformer(
             hidden_states=latents,
             encoder_hidden_states=prompts.unsqueeze(1),

@@ -19,7 +19,7 @@ class QwenImageSpec(PixelSpec):
     text_tokens: int = 4
 
     def build(self) -> PixelQwenImage:
-        """See `PixelSpec`."""
+        """Builds the module with random weights."""
         return PixelQwenImage(self)
 
 
@@ -50,7 +50,7 @@ class PixelQwenImage(PixelModule):
             module.requires_grad_(False)
 
     def call(self, latents: Tensor, sigma: Tensor, prompts: Tensor) -> Tensor:
-        """See `PixelModule`."""
+        """Computes velocities ``[N, tokens, channels]``."""
         velocity: Tensor = self.transformer(
             hidden_states=latents,
             encoder_hidden_states=prompts.unflatten(1, self.text_shape),

@@ -121,7 +121,7 @@ class Flux2Klein(Flux2):
 
 
 def positions(rows: int, columns: int, places: int, device: torch.device) -> Tensor:
-    """Positions ``[rows * columns * places, 4]`` of tokens: zero, row, column, place in the text; int64, exact."""
+    """Computes positions ``[rows * columns * places, 4]`` of tokens: zero, row, column, place in the text; int64."""
     row, column, place = torch.meshgrid(
         *(torch.arange(length, device=device) for length in (rows, columns, places)), indexing="ij"
     )
@@ -129,7 +129,7 @@ def positions(rows: int, columns: int, places: int, device: torch.device) -> Ten
 
 
 def batch_statistics(vae: Any) -> tuple[Tensor, Tensor]:
-    """Mean and standard deviation ``[C]`` of the packed latents, which the VAE keeps."""
+    """Returns mean and standard deviation ``[C]`` of the packed latents, from the VAE."""
     return vae.bn.running_mean, torch.sqrt(vae.bn.running_var + vae.config.batch_norm_eps)
 
 

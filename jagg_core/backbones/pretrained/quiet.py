@@ -16,7 +16,7 @@ def _is_news(record: logging.LogRecord) -> bool:
 
 @contextmanager
 def without_torchvision() -> Iterator[None]:
-    """Inside, transformers does not tell that it has image processors which would need torchvision."""
+    """Silences, in the body, transformers' notes on image processors that need torchvision."""
     logger = logging.getLogger(SOURCE)
     logger.addFilter(_is_news)
     try:

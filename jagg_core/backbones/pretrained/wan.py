@@ -70,7 +70,7 @@ class Wan(PretrainedBackbone):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Dtype that the transformer computes in; diffusers keeps its norms and tables in fp32."""
+        """Returns the dtype that the transformer computes in; diffusers keeps its norms and tables in fp32."""
         return next(p.dtype for name, p in self.transformer.named_parameters() if "patch_embedding" in name)
 
     @classmethod

@@ -1,4 +1,4 @@
-"""Published preference rewards: CLIP networks that say how well an image suits its prompt."""
+"""Published preference rewards: CLIP networks that measure how well an image suits its prompt."""
 
 from jagg_core.rewards.preference.published import (
     CLIPSCORE,
@@ -11,7 +11,7 @@ from jagg_core.rewards.preference.published import (
 )
 
 PUBLISHED: tuple[Published, ...] = (CLIPSCORE, PICKSCORE, HPSV21)
-"""All of them."""
+"""All published rewards."""
 
 __all__ = [
     "CLIPSCORE",

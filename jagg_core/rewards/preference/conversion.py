@@ -35,10 +35,10 @@ _TRANSPOSED = ("text_projection", "visual.proj")
 
 
 def convert_open_clip(state: Mapping[str, Tensor], config: Any, where: str) -> dict[str, Tensor]:
-    """The state of an open_clip CLIP with both towers ViT-like, as one of transformers' CLIPModel.
+    """Converts the state of an open_clip CLIP, both towers ViT-like, to that of transformers' CLIPModel.
 
     Source: open_clip's model.py and transformer.py. Its blocks keep queries, keys and values in one matrix, in this
-    order. ``config``: the CLIPConfig, for the number of layers; ``where``: the file, for the errors.
+    order. ``config`` is the CLIPConfig, with the number of layers; errors name the file ``where``.
 
     Raises:
         ValueError: a tensor is missing or unknown; names the first of them.
@@ -64,13 +64,13 @@ def convert_open_clip(state: Mapping[str, Tensor], config: Any, where: str) -> d
     return converted
 
 
-def require_names(found: Mapping[str, object], expected: Mapping[str, object], where: str) -> None:
-    """Raise ValueError unless both have the same names; says which are missing and which are unknown."""
-    missing, unknown = sorted(expected.keys() - found.keys()), sorted(found.keys() - expected.keys())
+def require_names(actual: Mapping[str, object], expected: Mapping[str, object], where: str) -> None:
+    """Raises ValueError, with missing and unknown names, unless both have the same names."""
+    missing, unknown = sorted(expected.keys() - actual.keys()), sorted(actual.keys() - expected.keys())
     if missing or unknown:
-        said = [
+        faults = [
             f"{len(names)} tensors are {kind}, such as {', '.join(names[:3])}"
             for kind, names in (("missing", missing), ("unknown", unknown))
             if names
         ]
-        raise ValueError(f"path: {where} holds another network: {'; '.join(said)}")
+        raise ValueError(f"path: {where} holds another network: {'; '.join(faults)}")

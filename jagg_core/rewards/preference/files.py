@@ -1,4 +1,4 @@
-"""The files of a published network, local or from the hub: found, told apart, and read without running any code."""
+"""The files of a published network, local or from the hub, read without running any code."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PREPROCESSOR = "preprocessor_config.json"
 TOKENIZER = "tokenizer.json"
 VOCABULARY = ("vocab.json", "merges.txt")
 PROCESSOR_FILES = (CONFIG, PREPROCESSOR, TOKENIZER, *VOCABULARY, "tokenizer_config.json", "special_tokens_map.json")
-"""What a network's texts and images go through, and its configuration."""
+"""Files of tokenizer, preprocessing and configuration."""
 
 
 @dataclass(frozen=True)
@@ -28,9 +28,9 @@ class Source:
     """A folder of files.
 
     Attributes:
-        folder: where they are.
-        name: the hub id, or the folder's own name.
-        commit: of the hub; empty for a local folder.
+        folder: path of the folder.
+        name: the hub id, or the name of the folder.
+        commit: commit of the hub; empty for a local folder.
     """
 
     folder: Path
@@ -39,38 +39,38 @@ class Source:
 
     @property
     def title(self) -> str:
-        """``name@commit``, or the name alone."""
+        """Returns ``name@commit``, or the name alone."""
         return f"{self.name}@{self.commit}" if self.commit else self.name
 
     def require(self, setting: str, *names: str) -> Path:
-        """The first of ``names`` that is there.
+        """Returns the first of ``names`` that exists.
 
         Raises:
-            ValueError: none is; names them, and the remedy.
+            ValueError: none exists; names them, and the remedy.
         """
         for name in names:
             if (self.folder / name).is_file():
                 return self.folder / name
-        found = sorted(p.name for p in self.folder.iterdir())
+        present = sorted(p.name for p in self.folder.iterdir())
         remedy = "connect once to fetch it" if self.commit else f"put it there, or give {setting}=FOLDER or a hub id"
-        raise ValueError(f"{setting}: {self.folder} has no {' or '.join(names)}, got {found[:12]}; {remedy}")
+        raise ValueError(f"{setting}: {self.folder} has no {' or '.join(names)}, got {present[:12]}; {remedy}")
 
 
 def find_source(setting: str, name: str, patterns: Sequence[str], revision: str | None = None) -> Source:
-    """The folder ``name`` if it is one; else files of the hub's ``name``. See `jagg_core.hub.find_files`.
+    """Finds the local folder ``name``, or else fetches the hub's files, by `jagg_core.hub.find_files`.
 
     Raises:
-        ValueError: see there.
+        ValueError: as that function.
     """
     folder, commit = find_files(setting, name, patterns, revision)
     return Source(folder, name if commit else folder.name, commit)
 
 
 def weight_files(source: Source, *names: str) -> list[Path]:
-    """The first of ``names`` that is there; for an index, the shards that it names.
+    """Returns the first of ``names`` that exists; for an index, the shards that it names.
 
     Raises:
-        ValueError: none is, or a shard is missing.
+        ValueError: none exists, or a shard is missing.
     """
     file = source.require("path", *names)
     if not file.name.endswith(".index.json"):
@@ -82,7 +82,7 @@ def weight_files(source: Source, *names: str) -> list[Path]:
 
 
 def read_tensors(files: Sequence[Path]) -> dict[str, Tensor]:
-    """The tensors in safetensors files, or in checkpoints of ``torch.save`` that hold nothing but tensors.
+    """Reads the tensors in safetensors files, or in checkpoints of ``torch.save`` that hold only tensors.
 
     A checkpoint may hold them under ``state_dict``, and their names may start with ``module.``.
 

@@ -19,13 +19,13 @@ from jagg_core.rewards.preference.preprocessing import Preprocessing
 class ClipNetwork:
     """transformers' CLIPModel with its tokenizer and preprocessing, in eval mode and without gradients.
 
-    Prompts of more tokens than the network takes are cut, as the published code does; one warning says how many. All
-    are padded to the full length, with no mask: attention is causal and the features come from the end token, which the
-    padding follows, so what it consists of does not matter.
+    Prompts of more tokens than the network takes are cut, as the published code does; one warning gives their number.
+    All are padded to the full length, without a mask: attention is causal and the features come from the end token,
+    which the padding follows, so the padding changes nothing.
 
     Attributes:
-        logit_scale: what the published logits multiply cosines by; kept in full precision whatever the weights are.
-        max_tokens: of a prompt.
+        logit_scale: factor of the cosines in the published logits; in full precision for weights of any dtype.
+        max_tokens: most tokens of a prompt.
     """
 
     def __init__(self, model: Any, tokenizer: Any, preprocess: Preprocessing, batch_size: int) -> None:
@@ -38,12 +38,12 @@ class ClipNetwork:
         self._warned_of_cut = False
 
     def to(self, device: torch.device | str, dtype: torch.dtype | None = None) -> ClipNetwork:
-        """Move the weights."""
+        """Moves the weights."""
         self.model.to(device=device, dtype=dtype)
         return self
 
     def cosines(self, images: Tensor, prompts: Sequence[str]) -> Tensor:
-        """Cosine of image n and prompt n: ``[N, 3, H, W]`` in [0, 1] and N prompts to fp32 ``[N]``.
+        """Computes the cosine of image n and prompt n from ``[N, 3, H, W]`` in [0, 1] and N prompts; fp32 ``[N]``.
 
         The weights follow the images' device. A prompt is encoded once however often it comes.
         """
@@ -68,28 +68,28 @@ class ClipNetwork:
         return _normalised(self.model.get_text_features(torch.tensor(ids, device=self.model.device)))
 
 
-def _normalised(found: object) -> Tensor:
-    features = projected(found).float()
+def _normalised(features: object) -> Tensor:
+    vectors = projected(features).float()
     # features of length 0 become NaN, which is an error, and not a cosine of 0
-    return features / features.norm(dim=-1, keepdim=True)
+    return vectors / vectors.norm(dim=-1, keepdim=True)
 
 
-def projected(found: object) -> Tensor:
-    """Features that one of CLIPModel's getters returned: a tensor, or since transformers 5 in an object.
+def projected(output: object) -> Tensor:
+    """Extracts the features from a CLIPModel getter's output: a tensor, or since transformers 5 an object.
 
     The object's ``pooler_output`` is projected already; projecting it again would go unnoticed where widths agree.
 
     Raises:
         TypeError: neither.
     """
-    features = found if isinstance(found, Tensor) else getattr(found, "pooler_output", None)
+    features = output if isinstance(output, Tensor) else getattr(output, "pooler_output", None)
     if not isinstance(features, Tensor):
-        raise TypeError(f"CLIP features must be a tensor or have one as pooler_output, got {type(found).__name__}")
+        raise TypeError(f"CLIP features must be a tensor or have one as pooler_output, got {type(output).__name__}")
     return features
 
 
 def load_tokenizer(source: Source) -> Any:
-    """The CLIP tokenizer in a folder.
+    """Loads the CLIP tokenizer in a folder.
 
     Raises:
         ValueError: its vocabulary is missing; names the file.
@@ -103,7 +103,7 @@ def load_tokenizer(source: Source) -> Any:
 
 
 def read_config(source: Source, setting: str, tokenizer: Any) -> Any:
-    """The CLIPConfig in a folder. Texts end where ``tokenizer`` ends them, whatever old configurations say.
+    """Reads the CLIPConfig in a folder. The end token is the one of ``tokenizer``; old configurations name another.
 
     Raises:
         ValueError: it is missing or another network's, or its vocabulary is smaller than the tokenizer's.
@@ -125,7 +125,7 @@ def read_config(source: Source, setting: str, tokenizer: Any) -> Any:
 
 
 def build_model(config: Any, state: Mapping[str, Tensor], where: Path) -> Any:
-    """The CLIPModel of ``config`` with the tensors of ``state``; ``where`` they are from is for the errors.
+    """Builds the CLIPModel of ``config`` with the tensors of ``state``; errors name their source ``where``.
 
     Raises:
         ValueError: a tensor is missing, unknown or of another shape; names it.

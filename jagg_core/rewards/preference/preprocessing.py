@@ -13,7 +13,7 @@ from torch import Tensor
 from jagg_core.hub import read_object
 
 Fit = Literal["crop", "pad"]
-"""How an image becomes a square: its centre is cut out, or black is added around it."""
+"""Way to a square: the centre of the image is cut out, or black is added around it."""
 
 _BICUBIC = 3
 """PIL's number of the filter, as preprocessor_config.json writes it."""
@@ -21,7 +21,7 @@ _BICUBIC = 3
 
 @dataclass(frozen=True)
 class Preprocessing:
-    """Turns images in [0, 1] into what a network takes; rounded to 8 bits first, as the published code reads them.
+    """Converts images in [0, 1] to a network's input; first rounds to 8 bits, as the published code does.
 
     ``crop`` is what transformers' CLIPImageProcessor does with PIL: the short side to ``resized`` pixels, columns first
     and then rows, each rounded to 8 bits, then the centre of ``size`` pixels. Few pixels differ from it, by one of 255.
@@ -31,9 +31,9 @@ class Preprocessing:
     Attributes:
         size: side of the square, in pixels.
         resized: short side after resizing, in pixels; at least ``size``. Not used by ``pad``.
-        mean: per channel, subtracted.
-        std: per channel, divided by.
-        fit: see above.
+        mean: subtracted from each channel.
+        std: divisor of each channel.
+        fit: ``crop`` or ``pad``.
     """
 
     size: int
@@ -43,7 +43,7 @@ class Preprocessing:
     fit: Fit = "crop"
 
     def __call__(self, images: Tensor) -> Tensor:
-        """Images ``[N, 3, H, W]`` in [0, 1] to ``[N, 3, size, size]``, fp32."""
+        """Converts images ``[N, 3, H, W]`` in [0, 1] to ``[N, 3, size, size]``, fp32."""
         images = _rounded(images.float())
         squares = self._cropped(images) if self.fit == "crop" else self._padded(images)
         mean, std = (squares.new_tensor(values)[:, None, None] for values in (self.mean, self.std))
@@ -67,7 +67,7 @@ class Preprocessing:
 def _rounded(images: Tensor) -> Tensor:
     clamped = images.clamp(0, 1)
     rounded = clamped.mul(255).round().div(255)
-    # rounding has no gradient: the clamped image lends it its own (the straight-through estimator)
+    # rounding has no gradient: the clamped image's is used (the straight-through estimator)
     return clamped + (rounded - clamped).detach() if clamped.requires_grad else rounded
 
 
@@ -79,10 +79,10 @@ def _resize(images: Tensor, size: list[int]) -> Tensor:
 
 
 def read_preprocessing(file: Path, size: int, fit: Fit) -> Preprocessing:
-    """What a ``preprocessor_config.json`` asks for, for a network that takes squares of ``size`` pixels.
+    """Reads a ``preprocessor_config.json`` for a network that takes squares of ``size`` pixels.
 
     Raises:
-        ValueError: it cannot be read, or asks for something else than `Preprocessing` does.
+        ValueError: it cannot be read, or asks for steps that `Preprocessing` does not have.
     """
     read = read_object(file)
     mean, std = (_three(read, name, file) for name in ("image_mean", "image_std"))
@@ -94,8 +94,8 @@ def read_preprocessing(file: Path, size: int, fit: Fit) -> Preprocessing:
     steps = ("do_resize", "do_center_crop", "do_rescale", "do_normalize")
     wrong = [step for step in steps if not read.get(step, True)]
     if wrong or read.get("resample", _BICUBIC) != _BICUBIC:
-        found = f"{wrong[0]} false" if wrong else f"resample {read['resample']}"
-        raise ValueError(f"processor: {file} must ask for {', '.join(steps)} and resample {_BICUBIC}, got {found}")
+        setting = f"{wrong[0]} false" if wrong else f"resample {read['resample']}"
+        raise ValueError(f"processor: {file} must ask for {', '.join(steps)} and resample {_BICUBIC}, got {setting}")
     return Preprocessing(size, resized, mean, std, fit)
 
 
@@ -107,6 +107,6 @@ def _three(read: dict[str, Any], name: str, file: Path) -> tuple[float, ...]:
 
 
 def _side(value: Any, *names: str) -> int | None:
-    """A length written as a number, or as an object whose ``names`` all hold it; None for anything else."""
+    """Reads a length from a number, or from an object whose ``names`` all hold it; None from anything else."""
     values = [value.get(name) for name in names] if isinstance(value, dict) else [value]
     return values[0] if isinstance(values[0], int) and len(set(values)) == 1 else None

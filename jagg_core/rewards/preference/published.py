@@ -42,13 +42,13 @@ class Published:
     """A published reward.
 
     Attributes:
-        name: of the reward.
-        hub_id: where its weights are.
-        variants: scales of it; the first one is the default, and the reward's name holds any other.
-        processor: where tokenizer, preprocessing and configuration are, where not beside the weights.
-        weights: names that the file of the weights may have.
+        name: name of the reward.
+        hub_id: hub id of the weights.
+        variants: scales of the reward; the first one is the default, and the reward's name holds any other.
+        processor: hub id of tokenizer, preprocessing and configuration; None: with the weights.
+        weights: possible names of the weights' file.
         open_clip: whether the tensors have open_clip's names.
-        fit: how an image becomes a square.
+        fit: way from an image to a square.
     """
 
     name: str
@@ -103,16 +103,16 @@ are.
 
 @dataclass(frozen=True)
 class PreferenceSettings:
-    """How a published reward is loaded.
+    """Settings of loading a published reward.
 
     Attributes:
-        published: which.
+        published: the reward.
         path: a local folder, or another hub id, with files of the published names.
         revision: branch, tag or commit of the hub, of the weights.
         processor: folder or hub id of tokenizer, preprocessor_config.json and config.json. Default: the folder of the
             weights if it has a tokenizer, else the published one.
         variant: scale of the reward; default: the published one.
-        dtype: of the weights. Cosines are taken in fp32.
+        dtype: dtype of the weights. Cosines are computed in fp32.
         batch_size: images, or prompts, of one pass.
 
     Raises:
@@ -139,8 +139,8 @@ class PreferenceReward:
     """A published reward, loaded. RGB images only.
 
     Attributes:
-        name: the reward's, and the variant where that is not the default; `load_reward` reads it again.
-        version: the weights: hub id and commit, or name of the local folder, and a fingerprint of the files.
+        name: name of the reward, with a variant that is not the default; `load_reward` reads it again.
+        version: hub id and commit of the weights, or name of the local folder, and a digest of the files.
     """
 
     def __init__(self, name: str, version: str, network: ClipNetwork, value: Value) -> None:
@@ -150,7 +150,7 @@ class PreferenceReward:
         self.value = value
 
     def __call__(self, images: Tensor, prompts: Sequence[str]) -> Tensor:
-        """See `Reward`.
+        """Computes the reward of every image, ``[N]``.
 
         Raises:
             ValueError: the images are not RGB, or not as many as prompts.
@@ -162,7 +162,7 @@ class PreferenceReward:
 
 
 def load_preference(settings: PreferenceSettings, device: torch.device | str = "cpu") -> PreferenceReward:
-    """Load a published reward.
+    """Loads a published reward.
 
     Raises:
         ValueError: transformers is missing; a file is missing, damaged or another network's (names it and the remedy);
@@ -186,8 +186,8 @@ def load_preference(settings: PreferenceSettings, device: torch.device | str = "
     preprocess = read_preprocessing(
         processor.require("processor", PREPROCESSOR), config.vision_config.image_size, published.fit
     )
-    beside = {configured.folder / CONFIG, *(processor.folder / name for name in PROCESSOR_FILES)}
-    version = fingerprint([*files, *sorted(file for file in beside if file.is_file())])
+    settings_files = {configured.folder / CONFIG, *(processor.folder / name for name in PROCESSOR_FILES)}
+    version = fingerprint([*files, *sorted(file for file in settings_files if file.is_file())])
     state = read_tensors(files)
     if published.open_clip:
         state = convert_open_clip(state, config, str(files[0]))
@@ -218,14 +218,14 @@ def _find_processor(settings: PreferenceSettings, weights: Source) -> Source:
     published = settings.published
     if settings.processor is not None:
         return find_source("processor", settings.processor, PROCESSOR_FILES)
-    beside = any((weights.folder / name).is_file() for name in (TOKENIZER, VOCABULARY[0]))
-    if published.processor is None or (beside and not weights.commit):
+    complete = any((weights.folder / name).is_file() for name in (TOKENIZER, VOCABULARY[0]))
+    if published.processor is None or (complete and not weights.commit):
         return weights
     return find_source("processor", published.processor, PROCESSOR_FILES)
 
 
 def _require_gelu(config: Any, file: Path) -> None:
-    """Raise ValueError for the one thing that shapes do not tell of ViT-H-14."""
+    """Raises ValueError for another activation than ViT-H-14's, which shapes do not show."""
     acts = {config.text_config.hidden_act, config.vision_config.hidden_act}
     if acts != {"gelu"}:
         raise ValueError(f"processor: hidden_act in {file} must be gelu for open_clip's ViT-H-14, got {sorted(acts)}")

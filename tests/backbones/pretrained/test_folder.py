@@ -185,7 +185,7 @@ def test_pickled_weights_are_not_read(folder: Path) -> None:
         ({"calls": "both"}, r"calls must be one of \['batched', 'separate'\], got 'both'"),
         ({"text_tokens": 0}, "text_tokens must be at least 1, got 0"),
         ({"lora_rank": -1}, "lora_rank must be at least 0, got -1"),
-        ({"lora_alpha": 4}, "lora_alpha must be positive, beside a lora_rank, got 4 at rank 0"),
+        ({"lora_alpha": 4}, "lora_alpha must be positive and needs a lora_rank, got 4 at rank 0"),
         ({"prompts": "/nowhere/prompts.txt"}, "prompts: /nowhere/prompts.txt cannot be read as text"),
         ({"height": "16"}, "height must be a whole number of pixels, got '16'"),
         (
@@ -193,7 +193,7 @@ def test_pickled_weights_are_not_read(folder: Path) -> None:
             "negative_prompt must be None for flux-dev, which has no classifier-free guidance",
         ),
         ({"text_tokens": 513}, "text_tokens must be at most 512 for flux-dev, got 513"),
-        ({"revision": "main"}, "revision is for the hub, and .* is a local folder, got 'main'"),
+        ({"revision": "main"}, "revision must be None for the local folder .*, got 'main'"),
     ],
 )
 def test_options_out_of_range(folder: Path, option: dict[str, Any], match: str) -> None:

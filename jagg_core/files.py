@@ -18,7 +18,7 @@ PARTIAL = ".partial-"
 
 
 def temporary_file(path: Path) -> Path:
-    """Makes an empty file beside ``path``, with the permissions of any new file: 0644 under the usual umask."""
+    """Makes an empty file next to ``path``, with the permissions of any new file: 0644 under the usual umask."""
     temporary = path.with_name(f"{PARTIAL}{secrets.token_hex(4)}-{path.name}")
     temporary.touch(exist_ok=False)
     return temporary

@@ -89,7 +89,7 @@ class HostPolicy:
         return cls(velocity, parameters)
 
     def velocity(self, latents: Tensor, sigma: Tensor, rows: Tensor) -> Tensor:
-        """See `jagg_core.policy.VelocityPolicy`."""
+        """Computes velocities by the host's network."""
         velocity = self._velocity(latents, sigma, rows)
         if isinstance(velocity, tuple) != (self.guidance is not None):
             given = "a pair" if isinstance(velocity, tuple) else "one velocity"

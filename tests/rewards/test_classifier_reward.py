@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from jagg_core.backbones.datasets import PHOTOS
-from jagg_core.rewards import ClassifierLogProb, load_classifier, read_as_prompted, score, train_classifier
+from jagg_core.rewards import ClassifierLogProb, load_classifier, read_as_prompted, score, train_classifier, training
 from jagg_core.rewards import classifier as module
 from jagg_core.rewards.classifier import CLASSIFIERS, classifier_path
 from jagg_core.rewards.training import held_out
@@ -121,7 +121,7 @@ def test_shipped_files_are_small_fp16_and_say_what_they_are(dataset: str) -> Non
     assert metadata["dataset"] == dataset
     assert tuple(json.loads(metadata["classes"])) == CLASSIFIERS[dataset].classes
     assert float(metadata["held_out_accuracy"]) >= TARGETS[dataset]
-    assert json.loads(metadata["settings"])["steps"] == module.RECIPES[dataset].steps
+    assert json.loads(metadata["settings"])["steps"] == training.RECIPES[dataset].steps
 
 
 def test_unknown_prompts_and_other_shapes_are_refused() -> None:
@@ -149,7 +149,7 @@ def test_the_judge_refuses_what_it_cannot_read() -> None:
 
 
 def test_the_judge_loads_the_weights_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    module._shipped.cache_clear()
+    module.shipped_classifier.cache_clear()
     loads: list[str] = []
     original = load_classifier
 
@@ -184,8 +184,8 @@ def test_retraining_writes_a_loadable_file_and_a_seed_repeats(tmp_path: Path) ->
 
 
 def test_photos_can_be_retrained_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "HELD_OUT_CROPS", 32)
-    monkeypatch.setattr(module.held_out, "__defaults__", (32, module.HELD_OUT_SEED))
+    monkeypatch.setattr(training, "HELD_OUT_CROPS", 32)
+    monkeypatch.setattr(training.held_out, "__defaults__", (32, training.HELD_OUT_SEED))
     accuracy = train_classifier("photos", tmp_path / "p.safetensors", 1, 0)
     assert 0 <= accuracy <= 1
     assert load_classifier("photos", path=tmp_path / "p.safetensors").spec == CLASSIFIERS["photos"]

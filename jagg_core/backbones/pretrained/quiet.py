@@ -1,4 +1,4 @@
-"""What libraries say of themselves when they are imported, and nobody who runs a command can act on."""
+"""Silences notes of libraries at their import on which a user cannot act."""
 
 from __future__ import annotations
 

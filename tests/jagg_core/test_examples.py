@@ -13,7 +13,7 @@ EXAMPLES = [
     ("jagg_core.plans.constructors", "causal_plan"),
     ("jagg_core.plans.constructors", "jagg_plan"),
     ("jagg_core.plans.plan", "Plan.from_weights"),
-    ("jagg_core.trajectory", "rollout"),
+    ("jagg_core.rollouts", "rollout"),
 ]
 
 

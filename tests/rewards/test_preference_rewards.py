@@ -405,7 +405,7 @@ def test_a_local_folder_needs_no_hub(folder: Path, monkeypatch: pytest.MonkeyPat
         load("pickscore", folder)
     with pytest.raises(ValueError, match=r"openai/clip-.* is not on this machine .*give a local folder: path=FOLDER"):
         load_reward("clipscore")
-    with pytest.raises(ValueError, match=r"revision is for the hub, .* is a local folder, got 'v9'"):
+    with pytest.raises(ValueError, match=r"revision must be None for the local folder .*, got 'v9'"):
         load("clipscore", folder, "revision=v9")
     with pytest.raises(ValueError, match=r"path: there is no folder \./nowhere; allowed: a folder, or a hub id"):
         load_reward("clipscore", options=["clipscore.path=./nowhere"])

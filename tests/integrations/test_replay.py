@@ -307,7 +307,7 @@ def test_the_compute_dtype_decides_how_far_ratios_may_be_from_one() -> None:
         return field.velocity(latents, sigma, rows) * 1.03
 
     plan = exact_plan(host.sigmas)
-    with pytest.raises(OffPolicyError, match=r"limit 0.0001 of torch.float32.* compute_dtype of the policy says"):
+    with pytest.raises(OffPolicyError, match=r"limit 0.0001 of torch.float32.* the policy's compute_dtype must name"):
         plan_update(HostPolicy(rounded, field.parameters()), host, ADVANTAGES, plan, OBJECTIVE, scale=1.0)
     policy = HostPolicy(rounded, field.parameters(), compute_dtype=torch.bfloat16)
     report = plan_update(policy, host, ADVANTAGES, plan, ClippedSurrogate(clip_range=0.1), scale=1.0)

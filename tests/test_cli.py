@@ -207,7 +207,7 @@ def test_the_sde_has_a_seed(tmp_path: Path) -> None:
         (["--steps", "0"], "steps must be at least 1, got 0"),
         (["--shift", "0"], "shift must be positive, got 0.0"),
         (["--backbone", "digit-flux"], "did you mean 'digits-flux'"),
-        (["--prompts", "3", "cat"], "prompts: digits-flux knows"),
+        (["--prompts", "3", "cat"], "for digits-flux, got ['cat']"),
         (["--device", "nonsense"], "device 'nonsense' cannot be used here"),
         (["--eta", "0.5", "--steps", "1"], "steps must be at least 2 with noise, got 1"),
     ],

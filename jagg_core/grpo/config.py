@@ -155,7 +155,7 @@ class GRPOConfig:
                 f"prompts * samples must be a multiple of ranks * steps_per_rollout = {parts}, got {samples}"
             )
         held_out = self.run.eval_prompts * self.run.eval_samples
-        if self.run.eval_every and held_out % ranks:
+        if (self.run.eval_every or self.run.samples_every) and held_out % ranks:
             raise ValueError(f"eval_prompts * eval_samples must be a multiple of the {ranks} ranks, got {held_out}")
         if self.plan.keep_graphs and ranks > 1:
             raise ValueError(f"keep_graphs is for one rank, whose weights stay as they are, got {ranks}")

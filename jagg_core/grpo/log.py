@@ -11,8 +11,12 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any, Protocol, TextIO
 
+from torch import Tensor
+
 from jagg_core.files import write_atomically
 from jagg_core.grpo.settings import RunSettings
+from jagg_core.images import png_bytes
+from jagg_core.strict_json import write_json
 
 
 class Logger(Protocol):
@@ -20,6 +24,9 @@ class Logger(Protocol):
 
     def add(self, row: Mapping[str, float]) -> None:
         """Takes figures by name; one of them is ``update``."""
+
+    def add_picture(self, name: str, path: Path, update: int) -> None:
+        """Takes a picture that lies in a file."""
 
     def close(self) -> None:
         """Ends what was begun."""
@@ -66,6 +73,35 @@ class Log:
         if columns:
             _writer(text).writerows([columns, *([row.get(key, "") for key in columns] for row in self._rows)])
         write_atomically(self.path, text.getvalue().encode())
+
+
+class Pictures:
+    """Pictures by update, in ``folder/update-NUMBER.png`` and on loggers.
+
+    On resume, those after the checkpoint ``done`` are dropped.
+
+    Attributes:
+        folder: gets the pictures, and in ``prompts.json`` what their rows show.
+    """
+
+    def __init__(self, folder: Path, done: int, loggers: Sequence[Logger] = (), rows: Sequence[str] = ()) -> None:
+        self.folder, self._loggers = folder, loggers
+        write_json(folder / "prompts.json", list(rows))
+        for update, path in pictures_in(folder).items():
+            if update > done:
+                path.unlink()
+
+    def add(self, update: int, picture: Tensor) -> None:
+        """Adds an RGB picture ``[3, height, width]`` in [0, 1]."""
+        path = self.folder / f"update-{update:08d}.png"
+        write_atomically(path, png_bytes(picture))
+        for logger in self._loggers:
+            logger.add_picture(self.folder.name, path, update)
+
+
+def pictures_in(folder: Path) -> dict[int, Path]:
+    """Lists the pictures in a folder by update, in order."""
+    return {int(path.stem.removeprefix("update-")): path for path in sorted(folder.glob("update-*.png"))}
 
 
 def _writer(file: TextIO) -> Any:
@@ -135,6 +171,13 @@ class _Events:
                 self.writer.add_scalar(key, value, int(row["update"]))
         self.writer.flush()
 
+    def add_picture(self, name: str, path: Path, update: int) -> None:
+        import numpy as np
+        from PIL import Image
+
+        self.writer.add_image(name, np.asarray(Image.open(path)), update, dataformats="HWC")
+        self.writer.flush()
+
     def close(self) -> None:
         self.writer.close()
 
@@ -149,6 +192,11 @@ class _Wandb:
 
     def add(self, row: Mapping[str, float]) -> None:
         self.run.log({k: v for k, v in row.items() if k != "update"}, step=int(row["update"]))
+
+    def add_picture(self, name: str, path: Path, update: int) -> None:
+        import wandb
+
+        self.run.log({name: wandb.Image(str(path))}, step=update)
 
     def close(self) -> None:
         self.run.finish()

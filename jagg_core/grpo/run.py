@@ -5,10 +5,11 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
 from torch.utils.benchmark.utils.timer import timer
 
 from jagg_core.backbones.trained import is_adapter, weights_files
@@ -18,17 +19,19 @@ from jagg_core.environment import environment
 from jagg_core.files import only_run_in, remove_partial, write_tensors
 from jagg_core.grpo import checkpoint
 from jagg_core.grpo.config import GRPOConfig
+from jagg_core.grpo.held_out import held_out, held_out_prompts
 from jagg_core.grpo.inputs import require_same
 from jagg_core.grpo.learner import Learner
-from jagg_core.grpo.log import Log, open_loggers, read_rows
+from jagg_core.grpo.log import Log, Pictures, open_loggers, read_rows
 from jagg_core.grpo.metrics import Metrics
 from jagg_core.grpo.trainer import GRPOTrainer, TrainingStopped
+from jagg_core.images import image_grid
 from jagg_core.rewards import reward_versions
 from jagg_core.strict_json import plain, read_json, write_json
 
 FREE = {
     "model": ("device",),
-    "run": ("updates", "checkpoint_every", "keep", "max_skipped", "timeout", "tensorboard", "wandb"),
+    "run": ("updates", "checkpoint_every", "keep", "samples_every", "max_skipped", "timeout", "tensorboard", "wandb"),
 }
 """Settings that a resumed run may change, beside those of ``parallel``; all others decide what is computed."""
 
@@ -48,7 +51,7 @@ def train(
     """Train in a run folder. Called on every rank.
 
     The folder gets ``config.json``, ``environment.json``, ``metrics.csv``, ``checkpoints/``, where they are
-    asked for ``evaluation.csv`` and ``recalibration.csv``, and at the end ``weights.safetensors``.
+    asked for ``evaluation.csv``, ``recalibration.csv`` and ``samples/``, and at the end ``weights.safetensors``.
 
     Args:
         config: the run.
@@ -69,7 +72,7 @@ def train(
         on_first_rank(lambda: _hold(held, config, folder, resume), device)
         trainer = _begun(config, folder, resume, warm_start)
         with _writing(folder):
-            logs = on_first_rank(lambda: _open_logs(held, folder, trainer), device) or {}
+            logs = on_first_rank(lambda: _open_logs(held, folder, trainer), device) or Logs({}, None)
         _go_on(trainer, folder, logs, progress)
         with _writing(folder):
             export(trainer.learner, folder)
@@ -105,7 +108,7 @@ def _begun(config: GRPOConfig, folder: Path, resume: bool, warm_start: Path | No
 def _go_on(
     trainer: GRPOTrainer,
     folder: Path,
-    logs: Mapping[str, Log],
+    logs: Logs,
     progress: Callable[[Metrics], None] | None,
 ) -> None:
     """Makes the updates that are left."""
@@ -113,11 +116,25 @@ def _go_on(
 
     def add(name: str, row: Mapping[str, Any]) -> None:
         with _writing(folder):
-            on_first_rank(lambda: logs[name].add(row), device)
+            on_first_rank(lambda: logs.tables[name].add(row), device)
 
+    def due(every: int) -> bool:
+        return bool(every) and trainer.update % every == 0
+
+    def look(*, score: bool, draw: bool) -> None:
+        start = timer()
+        found = held_out(trainer, score=score, draw=draw)
+        if score:
+            add("evaluation", {"update": trainer.update, **found.rewards, "evaluation_s": timer() - start})
+        if found.images is not None:
+            images = found.images
+            with _writing(folder):
+                on_first_rank(lambda: logs.draw(trainer.update, images, config.run.eval_samples), device)
+
+    if trainer.update == 0 and config.run.samples_every:
+        look(score=False, draw=True)
     while trainer.update < config.run.updates:
-        every = config.plan.recalibrate_every
-        if every and trainer.update and trainer.update % every == 0:
+        if trainer.update and due(config.plan.recalibrate_every):
             add("recalibration", {"update": trainer.update, **trainer.recalibrate()})
         try:
             metrics = trainer.step()
@@ -125,12 +142,12 @@ def _go_on(
             add("metrics", stopped.metrics.row())
             raise
         add("metrics", metrics.row())
-        if config.run.eval_every and trainer.update % config.run.eval_every == 0:
-            start = timer()
-            rewards = trainer.evaluate()
-            add("evaluation", {"update": trainer.update, **rewards, "evaluation_s": timer() - start})
-        every = config.run.checkpoint_every
-        if trainer.update == config.run.updates or (every and trainer.update % every == 0):
+        last = trainer.update == config.run.updates
+        score = due(config.run.eval_every)
+        draw = due(config.run.samples_every) or (last and config.run.samples_every > 0)
+        if score or draw:
+            look(score=score, draw=draw)
+        if last or due(config.run.checkpoint_every):
             with _writing(folder):
                 write(trainer, folder / "checkpoints")
         if progress is not None:
@@ -191,7 +208,20 @@ def export(learner: Learner, folder: Path) -> None:
     on_first_rank(write_all, backbone.device)
 
 
-def _open_logs(held: ExitStack, folder: Path, trainer: GRPOTrainer) -> dict[str, Log]:
+@dataclass
+class Logs:
+    """What a run writes while it goes, on the first rank; ``pictures`` where they are asked for."""
+
+    tables: dict[str, Log]
+    pictures: Pictures | None
+
+    def draw(self, update: int, images: Tensor, columns: int) -> None:
+        """Adds a picture of images ``[N, C, H, W]``, ``columns`` in a row."""
+        if self.pictures is not None:
+            self.pictures.add(update, image_grid(images, columns))
+
+
+def _open_logs(held: ExitStack, folder: Path, trainer: GRPOTrainer) -> Logs:
     """Store what the run is, and open its logs."""
     config, done, deferred = trainer.config, trainer.update, trainer.learner.deferred
     write_json(folder / "config.json", asdict(config))
@@ -206,7 +236,10 @@ def _open_logs(held: ExitStack, folder: Path, trainer: GRPOTrainer) -> dict[str,
     others = {
         name: Log(folder / f"{name}.csv", last, loggers, f"{name}/") for name, (every, last) in kept.items() if every
     }
-    return {"metrics": Log(folder / "metrics.csv", done, loggers), **others}
+    pictures = None
+    if config.run.samples_every:
+        pictures = Pictures(folder / "samples", done, loggers, held_out_prompts(trainer))
+    return Logs({"metrics": Log(folder / "metrics.csv", done, loggers), **others}, pictures)
 
 
 def _require_fresh_or_same(config: GRPOConfig, folder: Path, resume: bool) -> None:

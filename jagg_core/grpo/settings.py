@@ -333,6 +333,8 @@ class RunSettings:
         eval_samples: samples per prompt of an evaluation, drawn without SDE noise.
         eval_prompts: prompts of an evaluation.
         eval_rewards: rewards that are evaluated besides the trained one; their options stand with its own.
+        samples_every: updates between pictures of the samples that an evaluation scores, from before the first update
+            to the last one; 0: none.
         max_skipped: the run stops once so many updates in a row were skipped for values that are not finite.
         timeout: seconds that a rank waits for the others.
         tensorboard: also write event files.
@@ -347,6 +349,7 @@ class RunSettings:
     eval_samples: int = 8
     eval_prompts: int = 8
     eval_rewards: tuple[str, ...] = ()
+    samples_every: int = 0
     max_skipped: int = 3
     timeout: int = 600
     tensorboard: bool = False
@@ -354,7 +357,7 @@ class RunSettings:
 
     def __post_init__(self) -> None:
         require_at_least(self, updates=1, checkpoint_every=0, keep=1, eval_every=0, eval_samples=1, eval_prompts=1)
-        require_at_least(self, max_skipped=1, timeout=1)
+        require_at_least(self, samples_every=0, max_skipped=1, timeout=1)
         for name, package in (("tensorboard", "'jagg-core[log]'"), ("wandb", "wandb")):
             if getattr(self, name) and find_spec(name) is None:
                 raise ValueError(f"{name} is not installed: pip install {package}")

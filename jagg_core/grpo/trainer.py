@@ -16,6 +16,7 @@ from jagg_core.distributed import FirstError, gathered, in_step, raise_together,
 from jagg_core.engine import Report, accumulate_gradients
 from jagg_core.grpo.config import GRPOConfig
 from jagg_core.grpo.graphs import require_memory
+from jagg_core.grpo.held_out import held_out
 from jagg_core.grpo.inputs import inputs_of
 from jagg_core.grpo.learner import Learner, precision
 from jagg_core.grpo.metrics import Metrics, timed
@@ -33,7 +34,7 @@ from jagg_core.rewards import (
     options_of,
     score_in_update,
 )
-from jagg_core.rollouts import rollout, sample_ode
+from jagg_core.rollouts import rollout
 from jagg_core.seeding import derive_seed, initial_latents
 from jagg_core.strict_json import read_json
 from jagg_core.trajectory import Trajectory, policy_signature
@@ -203,7 +204,7 @@ class GRPOTrainer:
         """Draw a micro-batch, with the policy that draws it."""
         given = self.config.rollout
         policy = self.learner.policy(samples.prompts)
-        latents = self._latents(seed, samples.groups if given.same_noise else samples.ids)
+        latents = self.latents(seed, samples.groups if given.same_noise else samples.ids)
         with in_step(policy, latents, given.steps):
             return policy, rollout(
                 policy,
@@ -217,7 +218,8 @@ class GRPOTrainer:
                 graph_at=graph_at,
             )
 
-    def _latents(self, seed: int, ids: tuple[int, ...]) -> Tensor:
+    def latents(self, seed: int, ids: tuple[int, ...]) -> Tensor:
+        """Draws initial noise ``[len(ids), *D]``, a stream for each id."""
         backbone = self.learner.backbone
         drawn = initial_latents(backbone.latent_shape, seed, ids)
         # all but the network runs in the dtype of the latents, at least fp32
@@ -361,7 +363,7 @@ class GRPOTrainer:
         if not self._fits:
             backbone = self.learner.backbone
             policy = self.learner.policy(backbone.prompts[:1])
-            require_memory(policy, self._latents(0, (0,)), len(knots), given.batch // ranks())
+            require_memory(policy, self.latents(0, (0,)), len(knots), given.batch // ranks())
             self._fits = True
         return knots
 
@@ -379,43 +381,9 @@ class GRPOTrainer:
                 metrics,
             )
 
-    @torch.no_grad()
     def evaluate(self) -> dict[str, float]:
-        """Mean rewards of samples from held-out noise, drawn without SDE noise, by the averaged weights if there are.
-
-        The prompts and noise are the same at every call.
-
-        Raises:
-            RewardNotFinite, FloatingPointError: a value is not finite.
-            RewardFailed: a reward raised another error. A decoder's is raised as it is.
-            RankFailed: in their place on several ranks; names the ranks and their errors.
-        """
-        given, backbone = self.config.run, self.learner.backbone
-        prompts = [backbone.prompts[i % len(backbone.prompts)] for i in range(given.eval_prompts)]
-        rewards = {self.config.reward.name: self.reward} | self.watched
-        own = samples_of(prompts, given.eval_samples, rank(), ranks())
-        values: dict[str, list[Tensor]] = {name: [] for name in rewards}
-        broken = FirstError()
-        with self.learner.averaged():
-            for samples in own.split(self.config.rollout.micro_batch):
-                with broken.keep(FloatingPointError):
-                    final = self._sample_held_out(samples)
-                if broken.error is None:
-                    with broken.keep(Exception):
-                        images = backbone.decode(final)
-                        for name, reward in rewards.items():
-                            found = score_in_update(reward, images, samples.prompts, self.update)
-                            values[name].append(found)
-                if broken.error is not None and ranks() == 1:
-                    break
-        raise_together(broken.error, backbone.device)
-        return {name: float(gathered(torch.cat(found)).mean()) for name, found in values.items()}
-
-    def _sample_held_out(self, samples: Samples) -> Tensor:
-        given, policy = self.config.rollout, self.learner.policy(samples.prompts)
-        latents = self._latents(derive_seed(self.config.run.seed, "evaluation"), samples.ids)
-        with in_step(policy, latents, given.steps):
-            return sample_ode(policy, self.sigmas, latents, timestep_mode=given.timestep_mode)
+        """Scores held-out samples: the mean of the trained reward and of every watched one; see `held_out`."""
+        return held_out(self, draw=False).rewards
 
     def recalibrate(self) -> dict[str, float | str]:
         """Search the knots anew for the policy as it is, and train with them from here on. Returns what was found."""

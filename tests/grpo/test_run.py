@@ -22,9 +22,11 @@ from safetensors.torch import load_file
 from jagg_core.files import PARTIAL, only_run_in
 from jagg_core.grpo import GRPOTrainer, TrainingStopped, checkpoint, train
 from jagg_core.grpo.checkpoint import DamagedCheckpoint
+from jagg_core.grpo.held_out import held_out, held_out_prompts
 from jagg_core.grpo.learner import Learner
-from jagg_core.grpo.log import Log, open_loggers, read_rows
+from jagg_core.grpo.log import Log, open_loggers, pictures_in, read_rows
 from jagg_core.grpo.run import WriteFailed, read, write
+from jagg_core.images import image_grid, png_bytes
 from jagg_core.strict_json import plain
 from tests.grpo.runs import SMALL, changed, differing, tensors, train_until_killed, weights
 
@@ -191,6 +193,48 @@ def test_evaluations_are_logged(whole: tuple[Path, dict[str, torch.Tensor]]) -> 
     assert row["update"] == "4"
     assert float(row["evaluation_s"]) > 0
     assert 0 < float(row["ink"]) < 1
+
+
+def test_pictures_of_the_same_samples_are_drawn_and_change_no_number(
+    whole: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path
+) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    given = {"eval_every": 4, "eval_prompts": 2, "eval_samples": 1, "eval_rewards": ("sharpness",)}
+    config = changed(run={**given, "samples_every": 4, "tensorboard": True})
+    folder = tmp_path / "run"
+    torch.manual_seed(5)
+    before = torch.get_rng_state()
+    drawn = train(config, folder)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert differing(tensors(drawn), whole[1]) == []
+    for name, own in (("metrics", set[str]()), ("evaluation", {"sharpness"})):
+        numbers = [
+            [{key: row[key] for key in row if not key.endswith("_s") and key not in own} for row in read_rows(path)]
+            for path in (folder / f"{name}.csv", whole[0] / f"{name}.csv")
+        ]
+        assert numbers[0] == numbers[1] != []
+    pictures = pictures_in(folder / "samples")
+    assert list(pictures) == [0, 4, 6]
+    assert json.loads((folder / "samples/prompts.json").read_text()) == held_out_prompts(drawn)
+    first = held_out(GRPOTrainer(config), score=False).images
+    assert first is not None
+    assert pictures[0].read_bytes() == png_bytes(image_grid(first, 1))
+    assert pictures[0].read_bytes() != pictures[6].read_bytes()
+    found = EventAccumulator(str(folder / "events"))
+    found.Reload()
+    assert [event.step for event in found.Images("samples")] == [0, 4, 6]
+    assert [event.step for event in found.Scalars("total_s")] == [1, 2, 3, 4, 5, 6]
+    assert {event.value for event in found.Scalars("passes")} == {len(config.plan.knots)}
+    [row] = read_rows(folder / "evaluation.csv")
+    for name in ("ink", "sharpness", "evaluation_s"):
+        [event] = found.Scalars(f"evaluation/{name}")
+        assert (event.step, event.value) == (4, pytest.approx(float(row[name])))
+    kept = {update: path.read_bytes() for update, path in pictures.items()}
+    shutil.rmtree(newest(folder))  # killed after its fifth update
+    train(config, folder, resume=True)
+    assert {update: path.read_bytes() for update, path in pictures_in(folder / "samples").items()} == kept
+    train(changed(config, run={"updates": 7, "samples_every": 0}), folder, resume=True)
 
 
 def test_a_run_that_stops_keeps_its_log(tmp_path: Path) -> None:

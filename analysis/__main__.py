@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from subprocess import CalledProcessError
 from typing import Any
@@ -94,7 +94,8 @@ def parser() -> argparse.ArgumentParser:
     report = commands.add_parser(
         "report", help="rebuild tables, figures and page of a run", epilog=REPORT_EXAMPLE, formatter_class=AS_IT_IS
     )
-    report.add_argument("run", type=Path, help="run folder")
+    report.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="run folder; several: of training runs")
+    report.add_argument("--out", type=Path, default=None, help="folder of the page, for several training runs")
     return top
 
 
@@ -117,13 +118,14 @@ def settings_from(arguments: argparse.Namespace) -> Study:
     return kind(recipe=made, **{**chosen, **flags})
 
 
-def show(run_folder: Path) -> int:
-    """Write the report of a run folder and print its tables. Returns how many cells failed."""
+def show(run_folder: Path, trained: Sequence[Path] = ()) -> int:
+    """Write the report of a run folder, or of training runs, and print its tables. Returns how many cells failed."""
     import pandas as pd
 
+    from analysis.report.run import write_run_report
     from analysis.report.write import write_report
 
-    page, shown, said = write_report(run_folder)
+    page, shown, said = write_run_report(trained, run_folder) if trained else write_report(run_folder)
     with pd.option_context("display.width", 220, "display.max_columns", None, "display.max_colwidth", 60):
         for name, frame in shown.items():
             print(f"\n{name.replace('_', ' ')}\n{frame.to_string(index=False)}")
@@ -160,7 +162,13 @@ def main(argv: list[str] | None = None) -> None:
             write_json(arguments.root / manifest.NAME, manifest.manifest(arguments.root, CHECKOUT))
             print(f"wrote {arguments.root / manifest.NAME}")
             return
-        out = arguments.run if arguments.command == "report" else None
+        out = None
+        trained: list[Path] = []
+        if arguments.command == "report":
+            out = arguments.out or arguments.runs[0]
+            if len(arguments.runs) > 1 and arguments.out is None:
+                raise ValueError(f"out must be the folder of the page for {len(arguments.runs)} runs, got none")
+            trained = arguments.runs if arguments.out else []
         if arguments.command == "curves":
             from analysis.measure import reward_curves
 
@@ -175,7 +183,7 @@ def main(argv: list[str] | None = None) -> None:
             require_device(settings.device)
             with only_run_in(out):
                 _work_of(arguments.command)(settings, out)
-        failed = show(out)
+        failed = show(out, trained)
     except (ValueError, RecordError, OSError, MemoryError) as error:
         top.exit(2, f"{top.prog}: error: {error}\n")
     except KeyboardInterrupt:

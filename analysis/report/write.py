@@ -17,6 +17,7 @@ from analysis.report.fidelity.printable import printable
 from analysis.report.fidelity.recommendation import calibration, lines_to_paste
 from analysis.report.fidelity.sentences import findings, paper_estimator
 from analysis.report.page import data_uri, render, write_tables_and_figures
+from analysis.report.run import write_run_report
 from analysis.statistics.names import families_of, showing
 from bench.noise import noise_findings
 from jagg_core.files import write_atomically
@@ -53,9 +54,12 @@ def write_report(run: Path) -> tuple[Path, dict[str, pd.DataFrame], list[str]]:
     """Rebuild tables, figures and ``report.html`` of a run folder. Returns the page, the short tables, the findings.
 
     Raises:
+        ValueError: a training run whose log cannot be read.
         RecordError: no record, or a damaged one; names its file and, as far as that is known, the field.
     """
     if not (run / "record.json").exists():
+        if (run / "metrics.csv").exists():
+            return write_run_report([run], run)
         raise RecordError(f"{run} holds no record.json: is it the folder of a finished run?")
     record = read_record(run / "record.json")
     with told(run / "record.json"), showing(families_of(record)):

@@ -1,0 +1,186 @@
+"""The page of training runs: one that one can watch while it goes, or several beside each other."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from analysis.report import run_tables
+from analysis.report.page import data_uri, render, write_tables_and_figures
+from analysis.report.run_figures import RUNS_DRAWN, make_figures
+from analysis.report.run_tables import Run
+from jagg_core.files import write_atomically
+from jagg_core.grpo.log import pictures_in
+from jagg_core.strict_json import read_json
+
+FALL = 2
+"""Usual changes between evaluations that a watched reward has to fall by before a page names it."""
+PICTURES = 3
+"""Pictures of a run: of its begin, middle and end."""
+WIDTHS = (480, 240, 120)
+"""Pixels to which they are reduced: the largest with which all are within `PICTURE_BYTES`."""
+PICTURE_BYTES = 700_000
+
+
+def _interval(row: pd.Series, name: str, form: str) -> str:
+    """A value with its interval, if there is one."""
+    value, low, high = (row.get(key) for key in (name, f"{name}_low", f"{name}_high"))
+    if value is None or pd.isna(value):
+        return ""
+    return f"{value:{form}}" + ("" if low is None or pd.isna(low) else f" [{low:{form}}, {high:{form}}]")
+
+
+def sentences(runs: Sequence[Run], frames: dict[str, pd.DataFrame]) -> list[str]:
+    """Says in three lines what was learned, what it cost, and what to look at."""
+    return [_learned(runs, frames), _cost(frames), _health(runs, frames)]
+
+
+def _learned(runs: Sequence[Run], frames: dict[str, pd.DataFrame]) -> str:
+    reward, ends, arms = runs[0].reward, frames["ends"], frames["arms"]
+    own = ends[ends["reward"] == reward]
+    if own.empty:
+        return "Reward: these runs share no update at which it is known."
+    kind = "held out" if own["held_out"].iloc[0] else "training samples"
+    first, last = int(own["first"].iloc[0]), int(own["last"].iloc[0])
+    parts = []
+    for _, row in arms.iterrows():
+        part = own[own["arm"] == row["arm"]]
+        seeds = f"{row['seeds']} seed" + ("s" if row["seeds"] > 1 else "")
+        name = f"{row['arm']}: " if len(arms) > 1 else ""
+        text = f"{name}from {part['begins'].mean():.4g} to {_interval(row, reward, '.4g')} ({seeds})"
+        difference = _interval(row, f"{reward} difference", "+.3g")
+        parts.append(text + (f", {difference} beside the first" if difference else ""))
+    return f"Reward {reward}, {kind}, updates {first} to {last}: " + "; ".join(parts) + "."
+
+
+def _cost(frames: dict[str, pd.DataFrame]) -> str:
+    parts = []
+    for _, row in frames["arms"].iterrows():
+        own = frames["seconds"][frames["seconds"]["arm"] == row["arm"]]
+        stages = own.drop(columns=["arm", "update"]).sum()
+        large = (stages / max(stages.sum(), 1e-12)).sort_values(ascending=False)[:3]
+        shares = ", ".join(f"{name} {share:.0%}" for name, share in large.items())
+        name = f"{row['arm']}: " if len(frames["arms"]) > 1 else ""
+        ratio = _interval(row, "seconds_ratio", ".2f")
+        beside = f", {ratio} of the first's" if ratio else ""
+        parts.append(f"{name}{row['passes']:.3g} passes, {_interval(row, 'seconds', '.3g')} s{beside} ({shares})")
+    return "An update: " + "; ".join(parts) + "."
+
+
+def _health(runs: Sequence[Run], frames: dict[str, pd.DataFrame]) -> str:
+    """Names what a trainer would stop a run for; each with its figures."""
+    table, several = frames["log"], len(runs) > 1
+    found = []
+    for run in runs:
+        own = table[(table["arm"] == run.arm) & (table["seed"] == run.seed) & (table["log"] == "metrics")]
+
+        def of(figure: str, own: pd.DataFrame = own) -> pd.Series:
+            return own.loc[own["figure"] == figure, "value"]
+
+        where = f" ({run.arm}, seed {run.seed})" if several else ""
+        updates = len(run.logs["metrics"])
+        if of("skipped").sum():
+            found.append(f"{int(of('skipped').sum())} of {updates} updates were skipped{where}")
+        without = int((of("groups_without_signal") > 0).sum())
+        if without:
+            found.append(f"{without} of {updates} updates had prompts without signal{where}")
+        if len(of("clipped_share")) and of("clipped_share").max() > 0.5:
+            found.append(f"up to {of('clipped_share').max():.0%} of the samples' steps were clipped{where}")
+        limit = float(run.config["optimizer"]["max_grad_norm"])
+        above = int((of("grad_norm") > limit).sum())
+        if 2 * above > updates:
+            found.append(f"the gradient was scaled down in {above} of {updates} updates{where}")
+        for name, part in _watched(frames["log"], run).items():
+            fall = part.iloc[0] - part.iloc[-1]
+            if len(part) > 2 and fall > FALL * part.diff().abs().median():
+                found.append(f"{name}, watched, fell from {part.iloc[0]:.4g} to {part.iloc[-1]:.4g}{where}")
+    return "Look at: " + ("; ".join(found) or "nothing; no update was skipped or without signal") + "."
+
+
+def _watched(table: pd.DataFrame, run: Run) -> dict[str, pd.Series]:
+    """Gives the held-out rewards of a run that nothing rewards, by name and update."""
+    own = table[(table["arm"] == run.arm) & (table["seed"] == run.seed) & (table["log"] == "evaluation")]
+    own = own[~own["figure"].isin([run.reward, "evaluation_s"])]
+    return {str(name): part.set_index("update")["value"] for name, part in own.groupby("figure", sort=False)}
+
+
+def pictures_of(runs: Sequence[Run]) -> list[tuple[Run, dict[int, str]]]:
+    """Gives pictures of the first runs' samples as data, by update."""
+    chosen = []
+    for run in runs[:RUNS_DRAWN]:
+        there = list(pictures_in(run.folder / "samples").items())
+        places = sorted({round(i * (len(there) - 1) / (PICTURES - 1)) for i in range(PICTURES)}) if there else []
+        chosen.append((run, dict(there[place] for place in places)))
+    for width in WIDTHS:
+        found = [
+            (run, {update: data_uri(_reduced(path, width)) for update, path in some.items()}) for run, some in chosen
+        ]
+        if sum(len(data) for _, some in found for data in some.values()) <= PICTURE_BYTES:
+            break
+    return [one for one in found if one[1]]
+
+
+def _reduced(path: Path, width: int) -> bytes:
+    from PIL import Image
+
+    picture = Image.open(path)
+    picture.thumbnail((width, 4 * width))
+    buffer = io.BytesIO()
+    picture.save(buffer, format="PNG", optimize=True)
+    return buffer.getvalue()
+
+
+def printable(runs: Sequence[Run], frames: dict[str, pd.DataFrame]) -> dict[str, pd.DataFrame]:
+    """Gives the short table for people; the CSV files hold every column."""
+    rows = []
+    rewards = list(dict.fromkeys(frames["ends"]["reward"]))
+    for _, row in frames["arms"].iterrows():
+        shown: dict[str, Any] = {name: row[name] for name in ("arm", "seeds", "updates", "skipped")}
+        shown["passes"] = f"{row['passes']:.3g}"
+        for reward in rewards:
+            part = frames["ends"][(frames["ends"]["arm"] == row["arm"]) & (frames["ends"]["reward"] == reward)]
+            shown[reward] = f"{part['begins'].mean():.4g} to {_interval(row, reward, '.4g')}"
+            if len(frames["arms"]) > 1:
+                shown[f"{reward}, difference"] = _interval(row, f"{reward} difference", "+.3g")
+        shown["seconds"] = _interval(row, "seconds", ".3g")
+        rows.append(shown)
+    return {"arms": pd.DataFrame(rows)}
+
+
+def write_run_report(folders: Sequence[Path], out: Path) -> tuple[Path, dict[str, pd.DataFrame], list[str]]:
+    """Tables, figures and ``report.html`` of training runs. Returns page, short tables, three lines.
+
+    Raises:
+        ValueError: not the folder of a run, a log that cannot be read, or two runs with one seed and equal settings.
+    """
+    runs = run_tables.read_runs(folders)
+    table = run_tables.logged(runs)
+    reached = run_tables.ends(runs, table)
+    frames = {
+        "log": table,
+        "by_update": run_tables.by_update(table),
+        "ends": reached,
+        "arms": run_tables.arms(runs, table, reached),
+        "seconds": run_tables.seconds(table),
+        "knots": run_tables.knots(runs),
+    }
+    further = run_tables.further(table)
+    figures = write_tables_and_figures(out, frames, make_figures(runs, frames, further))
+    shown, said = printable(runs, frames), sentences(runs, frames)
+    prompts = runs[0].folder / "samples" / "prompts.json"
+    page = render(
+        "run.html",
+        shown=shown,
+        runs=runs,
+        findings=said,
+        pictures=figures,
+        samples=pictures_of(runs),
+        prompts=read_json(prompts) if prompts.exists() else [],
+        tables_written=sorted(frames),
+    )
+    write_atomically(out / "report.html", page.encode())
+    return out / "report.html", shown, said

@@ -53,7 +53,12 @@ def _learned(runs: Sequence[Run], frames: dict[str, pd.DataFrame]) -> str:
         name = f"{row['arm']}: " if len(arms) > 1 else ""
         text = f"{name}from {part['begins'].mean():.4g} to {_interval(row, reward, '.4g')} ({seeds})"
         difference = _interval(row, f"{reward} difference", "+.3g")
-        parts.append(text + (f", {difference} beside the first" if difference else ""))
+        if difference:
+            text += f", {difference} beside the first"
+            low, high = (row.get(f"{reward} difference_{end}") for end in ("low", "high"))
+            resolved = low is not None and high is not None and (low > 0 or high < 0)
+            text += "" if resolved else ", not resolved"
+        parts.append(text)
     return f"Reward {reward}, {kind}, updates {first} to {last}: " + "; ".join(parts) + "."
 
 
@@ -158,17 +163,8 @@ def write_run_report(folders: Sequence[Path], out: Path) -> tuple[Path, dict[str
         ValueError: not the folder of a run, a log that cannot be read, or two runs with one seed and equal settings.
     """
     runs = run_tables.read_runs(folders)
-    table = run_tables.logged(runs)
-    reached = run_tables.ends(runs, table)
-    frames = {
-        "log": table,
-        "by_update": run_tables.by_update(table),
-        "ends": reached,
-        "arms": run_tables.arms(runs, table, reached),
-        "seconds": run_tables.seconds(table),
-        "knots": run_tables.knots(runs),
-    }
-    further = run_tables.further(table)
+    frames = run_tables.all_tables(runs)
+    further = run_tables.further(frames["log"])
     figures = write_tables_and_figures(out, frames, make_figures(runs, frames, further))
     shown, said = printable(runs, frames), sentences(runs, frames)
     prompts = runs[0].folder / "samples" / "prompts.json"

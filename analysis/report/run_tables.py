@@ -191,8 +191,8 @@ def _of(table: pd.DataFrame, run: Run) -> pd.DataFrame:
 def arms(runs: Sequence[Run], table: pd.DataFrame, reached: pd.DataFrame) -> pd.DataFrame:
     """Compares arms: rewards at the end, their difference to the first arm by shared seeds, and seconds of an update.
 
-    Intervals are 95 % t intervals over seeds, empty below two. ``seconds`` is the mean over seeds of medians over
-    updates; ``seconds_ratio`` is over the first arm's, a geometric mean by shared seeds.
+    Intervals are 95 % t intervals over seeds, empty below two. ``seconds`` is the geometric mean over seeds of medians
+    over updates; ``seconds_ratio`` is over the first arm's, by shared seeds.
     """
     rows = []
     names = list(dict.fromkeys(run.arm for run in runs))
@@ -210,23 +210,24 @@ def arms(runs: Sequence[Run], table: pd.DataFrame, reached: pd.DataFrame) -> pd.
         }
         for reward, part in reached.groupby("reward", sort=False):
             final = part.set_index(["arm", "seed"])["ends"]
-            row |= _columns(f"{reward}", paired(final[arm].tolist())) if arm in final.index else {}
+            row |= _columns(str(reward), paired(final[arm].tolist())) if arm in final.index else {}
             if arm != names[0]:
                 shared = sorted(set(final[arm].index) & set(final[names[0]].index))
                 if shared:
                     difference = (final[arm][shared] - final[names[0]][shared]).tolist()
                     row |= _columns(f"{reward} difference", paired(difference))
         if arm in paced.index:
-            row |= _columns("seconds", paired(paced[arm].tolist()))
+            row |= _geometric("seconds", paced[arm])
             if arm != names[0] and names[0] in paced.index:
-                shared = sorted(set(paced[arm].index) & set(paced[names[0]].index))
-                if shared:
-                    ratio = paired([math.log(paced[arm][s] / paced[names[0]][s]) for s in shared])
-                    row |= {
-                        key: None if x is None else math.exp(x) for key, x in _columns("seconds_ratio", ratio).items()
-                    }
+                ratios = (paced[arm] / paced[names[0]]).dropna()
+                row |= _geometric("seconds_ratio", ratios) if len(ratios) else {}
         rows.append(row)
     return pd.DataFrame(rows)
+
+
+def _geometric(name: str, values: pd.Series) -> dict[str, float | None]:
+    logs = _columns(name, paired([math.log(value) for value in values]))
+    return {key: None if value is None else math.exp(value) for key, value in logs.items()}
 
 
 def _columns(name: str, found: Paired) -> dict[str, float | None]:
@@ -244,3 +245,17 @@ def further(table: pd.DataFrame) -> list[tuple[str, str]]:
         and (log != "metrics" or figure not in DRAWN)
         and not (figure.endswith(("_low", "_high")) and (log, figure.rpartition("_")[0]) in found)
     ]
+
+
+def all_tables(runs: Sequence[Run]) -> dict[str, pd.DataFrame]:
+    """Makes every table, by the name of its file."""
+    table = logged(runs)
+    reached = ends(runs, table)
+    return {
+        "log": table,
+        "by_update": by_update(table),
+        "ends": reached,
+        "arms": arms(runs, table, reached),
+        "seconds": seconds(table),
+        "knots": knots(runs),
+    }

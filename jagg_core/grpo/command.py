@@ -45,6 +45,7 @@ def parser(overrides: dict[str, dict[str, Any]]) -> Any:
     )
     top.add_argument("--out", type=Path, required=True, help="run folder")
     top.add_argument("--resume", action="store_true", help="go on after the newest checkpoint in the run folder")
+    top.add_argument("--dry-run", action="store_true", help="say what the run would take, from one timed micro-batch")
     top.add_argument("--warm-start", type=Path, help="checkpoint whose weights alone are taken over")
     for section, settings in get_type_hints(GRPOConfig).items():  # a default GRPOConfig would check itself: needs torch
         top.add_class_arguments(settings, section)
@@ -106,6 +107,12 @@ def _train(arguments: Any, config: GRPOConfig) -> None:
     try:
         join(config.model.device, config.run.timeout)
         first = rank() == 0
+        if arguments.dry_run:
+            from jagg_core.grpo.dry_run import estimate, lines
+
+            found = estimate(config, arguments.out, arguments.resume)
+            print("\n".join(lines(config, arguments.out, found)) if first else "", end="\n" if first else "")
+            return
         with tqdm(total=config.run.updates, desc="train", unit="update", disable=not first) as bar:
             shown = Progress(bar, config.rollout.prompts)
             trainer = train(

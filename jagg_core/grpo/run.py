@@ -82,7 +82,7 @@ def train(
 def _hold(held: ExitStack, config: GRPOConfig, folder: Path, resume: bool) -> None:
     held.enter_context(only_run_in(folder))
     remove_partial(folder / "checkpoints")
-    _require_fresh_or_same(config, folder, resume)
+    require_fresh_or_same(config, folder, resume)
     for name in ("metrics", "evaluation", "recalibration"):
         read_rows(folder / f"{name}.csv")  # one that cannot be read is an error before anything is loaded
 
@@ -242,7 +242,12 @@ def _open_logs(held: ExitStack, folder: Path, trainer: GRPOTrainer) -> Logs:
     return Logs({"metrics": Log(folder / "metrics.csv", done, loggers), **others}, pictures)
 
 
-def _require_fresh_or_same(config: GRPOConfig, folder: Path, resume: bool) -> None:
+def require_fresh_or_same(config: GRPOConfig, folder: Path, resume: bool) -> None:
+    """Refuses a folder that holds a run, unless it is resumed with the same settings.
+
+    Raises:
+        ValueError: it does; names the setting that differs.
+    """
     if not (folder / "config.json").exists():
         return
     if not resume:

@@ -22,6 +22,8 @@ from safetensors.torch import load_file
 from jagg_core.files import PARTIAL, only_run_in
 from jagg_core.grpo import GRPOTrainer, TrainingStopped, checkpoint, train
 from jagg_core.grpo.checkpoint import DamagedCheckpoint
+from jagg_core.grpo.command import main as command
+from jagg_core.grpo.dry_run import estimate
 from jagg_core.grpo.held_out import held_out, held_out_prompts
 from jagg_core.grpo.learner import Learner
 from jagg_core.grpo.log import Log, open_loggers, pictures_in, read_rows
@@ -446,3 +448,45 @@ class TestLog:
         assert found.Tags()["scalars"] == ["reward", "evaluation/ink"]
         assert [(event.step, event.value) for event in found.Scalars("reward")] == [(1, 0.25), (2, 0.5)]
         assert [(event.step, event.value) for event in found.Scalars("evaluation/ink")] == [(1, 0.125), (2, 0.25)]
+
+
+class TestDryRun:
+    CONFIG = changed(
+        rollout={"prompts": 4, "samples": 4},
+        run={"updates": 6, "eval_every": 2, "samples_every": 3, "eval_prompts": 2, "eval_samples": 1},
+    )
+
+    @pytest.mark.parametrize(
+        ("plan", "epochs"), [({}, 1), ({}, 2), ({"upstream": "interpolated"}, 2), ({"upstream": "autograd"}, 1)]
+    )
+    def test_counts_are_those_of_the_run(self, plan: dict[str, Any], epochs: int, tmp_path: Path) -> None:
+        config = changed(self.CONFIG, plan=plan, optimizer={"epochs": epochs})
+        found = estimate(config, tmp_path / "run")
+        metrics = GRPOTrainer(config).step()
+        assert found.passes == metrics.passes
+        size = config.rollout.micro_batch
+        assert found.update_forwards == size * metrics.forwards
+        assert found.update_backwards == size * metrics.micro_batches * metrics.passes
+        assert found.seconds == pytest.approx(6 * found.update_s + 5 * found.look_s)
+        assert found.looks == 5  # after 0, 2, 3, 4 and 6 updates
+        assert list(tmp_path.iterdir()) == []
+
+    def test_sizes_are_those_of_the_files(self, whole: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path) -> None:
+        found = estimate(SMALL, tmp_path)
+        shards = sum(path.stat().st_size for path in newest(whole[0]).glob("*.safetensors"))
+        assert found.checkpoint_bytes == pytest.approx(shards, rel=0.02)
+        assert found.weights_bytes == pytest.approx((whole[0] / "weights.safetensors").stat().st_size, rel=0.02)
+
+    def test_the_command_prints_it_and_writes_nothing(
+        self, whole: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        config = tmp_path / "config.json"
+        config.write_text(json.dumps(plain(asdict(SMALL))))
+        words = ["--config", str(config), "--dry-run", "--out"]
+        command([*words, str(tmp_path / "run")])
+        text = capsys.readouterr().out
+        assert text.startswith("passes              2 of 4 trained steps\n") and len(text.splitlines()) == 7
+        assert [path.name for path in tmp_path.iterdir()] == ["config.json"]
+        with pytest.raises(SystemExit):
+            command([*words, str(whole[0])])
+        assert "holds a run already" in capsys.readouterr().err

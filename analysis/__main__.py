@@ -168,7 +168,9 @@ def main(argv: list[str] | None = None) -> None:
             out = arguments.out or arguments.runs[0]
             if len(arguments.runs) > 1 and arguments.out is None:
                 raise ValueError(f"out must be the folder of the page for {len(arguments.runs)} runs, got none")
-            trained = arguments.runs if arguments.out else []
+            if arguments.out is not None:
+                require_writable(arguments.out / "report.html")
+                trained = arguments.runs
         if arguments.command == "curves":
             from analysis.measure import reward_curves
 

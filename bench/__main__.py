@@ -10,8 +10,7 @@ from typing import Any
 from tqdm import tqdm
 
 from bench.compare import compare
-from bench.cost import Machine, Update, schemes
-from bench.cost_study import CostStudy, run_cost_study
+from bench.cost import CostStudy, Machine, Update, run_cost_study
 from bench.findings import count_lines
 from bench.lines import LINES, failure_lines, memory_lines, speed_lines, step_lines
 from bench.presets import PRESETS
@@ -122,7 +121,7 @@ def _add_update(commands: Any) -> None:
     update = commands.add_parser(
         "update",
         help="time training steps: rollout, reward, the update by estimator, optimizer",
-        description="Verify every way to make the update against a plain loop over its plan, then time them and the "
+        description="Verify the update of every arm against a plain loop over its plan, then time them and the "
         "other parts of a training step by turns.",
         epilog=UPDATE_EXAMPLE,
     )
@@ -214,7 +213,7 @@ def _add_cost(commands: Any) -> None:
     cost = commands.add_parser(
         "cost",
         help="predict times of a group, an update and a step on 1 to 1024 devices, from counted operations",
-        description="Count the operations of a pass, and predict what every scheme takes.",
+        description="Count the operations of a pass, and predict what every arm takes.",
         epilog=COST_EXAMPLE,
     )
     for owner in (CostStudy, Update, Machine):
@@ -251,10 +250,10 @@ def predict_cost(arguments: argparse.Namespace) -> Record:
     require_writable(path)
     record = run_cost_study(settings)
     record.write(path)
-    print(f"{'scheme':<20}" + "".join(f"{f'{n} devices':>14}" for n in settings.ranks) + "   step, seconds")
-    for name in schemes(settings.update):
-        times = [record.cell(f"{name}/ranks={n}").values["step_s"] for n in settings.ranks]
-        print(f"{name:<20}" + "".join(f"{t:>14.2f}" if t >= 1 else f"{t:>14.3g}" for t in times))
+    print(f"{'arm':<24}" + "".join(f"{f'{n} devices':>14}" for n in settings.ranks) + "   step, seconds")
+    for arm in settings.update.arms():
+        times = [record.cell(f"{arm.name}/ranks={n}").values["step_s"] for n in settings.ranks]
+        print(f"{arm.name:<24}" + "".join(f"{t:>14.2f}" if t >= 1 else f"{t:>14.3g}" for t in times))
     print(f"\nwrote {path}; its page: python -m analysis report {arguments.out}")
     return record
 

@@ -6,8 +6,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,13 +15,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.benchmark.utils.timer import timer
 
-from bench.arms import Group, arms_for, run_arm
+from bench.arms import arms_of
 from bench.counting import Counter, Stopwatch
-from bench.group import clear, gradient, prompts_of
+from bench.group import ArmRun, Group, prompts_of, run_of
 from bench.layouts import lay_out, without_reduction
 from bench.memory import LiveBytes
-from bench.rounds import time_in_rounds
-from jagg_core import DanceSDE, exact_plan, initial_latents
+from bench.timing import clear, gradient, time_in_rounds
+from jagg_core import DanceSDE, initial_latents
 from jagg_core.backbones import load_backbone, read_options
 from jagg_core.distributed import FixedParameters, join_as
 from jagg_core.records import Cell
@@ -34,33 +33,29 @@ from jagg_core.seeding import derive_seed, generator_for
 if TYPE_CHECKING:
     from bench.settings import CollectiveBench
 
-DEFERRED = "exact-deferred"
-"""Exact, with gradients kept on the rank until the group's last backward reduces their sum."""
-
 SETTLED_S = 0.2
-"""Seconds for a thread that has only to let go of a tensor, on a machine that is busy with other things."""
-
-LEFT_OUT = ("exact-again", "exact-bare")
-"""Arms that are there to time the others against."""
+"""Seconds in which a thread frees a tensor, even on a busy machine."""
 
 
 @dataclass(frozen=True)
-class Run:
-    """An arm: its last part reduces gradients; what comes before it, if anything does, leaves them on the rank."""
+class RankRun:
+    """An arm on this rank's share of the transformer. Gradients of a deferred arm wait for its last call."""
 
-    last: Callable[[], object]
-    before: Callable[[], object] | None = None
+    run: ArmRun
+    transformer: Any
 
-    def __call__(self, transformer: Any, between: Callable[[], None] = lambda: None) -> None:
-        """Run it. ``between`` is called when the gradients of ``before`` wait; without them, at the end."""
-        if self.before is None:
-            self.last()
+    def __call__(self, between: Callable[[], None] = lambda: None) -> None:
+        """Runs it. ``between`` is called when deferred gradients wait; at the end for other arms."""
+        if not self.run.arm.deferred:
+            self.run()
             between()
             return
-        with without_reduction(transformer):
-            self.before()
+        last = len(self.run.calls) - 1
+        with without_reduction(self.transformer):
+            for number in range(last):
+                self.run.call(number)
         between()
-        self.last()
+        self.run.call(last)
 
 
 def work(number: int, settings: CollectiveBench, folder: str) -> None:
@@ -96,29 +91,29 @@ def measure(rank: int, local_rank: int, settings: CollectiveBench, rendezvous: s
         backbone.enable_gradient_checkpointing()
     transformer = backbone.transformer
     group = _group(settings, backbone)
-    runs = _runs(settings, group)
-    runs["exact"](transformer)
+    runs = _runs(settings, group, transformer)
+    runs["exact"]()
     unused = any(parameter.grad is None for parameter in group.parameters)
     clear(group.parameters)
-    expected = {} if settings.pretend else {name: _gradient(run, transformer, group) for name, run in runs.items()}
+    expected = {} if settings.pretend else {name: _gradient(run) for name, run in runs.items()}
     parameters = sum(p.numel() for p in transformer.parameters())
     units = lay_out(backbone.blocks, transformer, settings.layout, dtype, settings.shards_per_copy, unused)
     group = _group(settings, backbone)  # a rollout of the weights as they now lie, which are other tensors
-    runs = _runs(settings, group)
+    runs = _runs(settings, group, transformer)
     for _ in range(2):  # sets communication up; DistributedDataParallel sorts its buckets anew after a first backward
-        _time(runs["exact"], transformer, group)
+        _time(runs["exact"])
     cells = []
     for name, run in runs.items():
-        values = _count(run, transformer)
+        values = _count(run)
         if not settings.pretend:
             values["relative_error"] = error = relative_error(_whole(group.parameters), expected[name])
             if not error <= TOLERANCE[dtype]:
                 raise ArithmeticError(f"gradient of arm {name} under {settings.layout} is not the plain one: {error:g}")
         clear(group.parameters)
-        cells.append(Cell(name, settings={"deferred": run.before is not None}, values=values))
+        cells.append(Cell(name, settings={"deferred": run.run.arm.deferred}, values=values))
     if not settings.pretend:
-        time_in_rounds(cells, lambda name: _time(runs[name], transformer, group), settings.rounds, settings.seed)
-        time_in_rounds(cells, lambda name: _time_apart(runs[name], transformer, group), settings.rounds, settings.seed)
+        time_in_rounds(cells, lambda name: _time(runs[name]), settings.rounds, settings.seed)
+        time_in_rounds(cells, lambda name: _time_apart(runs[name]), settings.rounds, settings.seed)
     return {"units": units, "parameters": parameters, "cells": [vars(cell) for cell in cells]}
 
 
@@ -146,28 +141,16 @@ def _group(settings: CollectiveBench, backbone: Any) -> Group:
     return Group(policy, trajectory.select(range(settings.window)), advantages, trained, ())
 
 
-def _runs(settings: CollectiveBench, group: Group) -> dict[str, Run]:
-    """Every arm on a group, by name."""
-    found: dict[str, Run] = {}
-    for arm in arms_for(group.trajectory.sigmas, settings.window, settings.seed):
-        if arm.name not in LEFT_OUT:
-            found[arm.name] = Run(partial(run_arm, arm, group))
-        if arm.name == "exact":
-            end = settings.window - 1
-            parts = [group.trajectory.select(steps) for steps in (range(end), range(end, end + 1))]
-            before, last = (
-                partial(run_arm, replace(arm, plan=exact_plan(part.sigmas)), replace(group, trajectory=part))
-                for part in parts
-            )
-            found[DEFERRED] = Run(last, before)
-    return found
+def _runs(settings: CollectiveBench, group: Group, transformer: Any) -> dict[str, RankRun]:
+    """Prepares every arm on a group, by name."""
+    return {arm.name: RankRun(run_of(arm, group, settings.seed), transformer) for arm in arms_of("collectives")}
 
 
-def _count(run: Run, transformer: Any) -> dict[str, Any]:
-    """Collectives of a run, and bytes of the gradients that it left on the rank (see `Run`), measured."""
+def _count(run: RankRun) -> dict[str, Any]:
+    """Counts collectives, and measures the bytes of the gradients that wait on the rank (see `RankRun`)."""
     kept: list[int] = []
     with LiveBytes() as live, Counter() as counter:
-        run(transformer, lambda: kept.append(_settled(live)))
+        run(lambda: kept.append(_settled(live)))
     return {
         "counts": counter.counts,
         "backward_counts": counter.backward_counts,
@@ -186,26 +169,26 @@ def _settled(live: LiveBytes) -> int:
     return found
 
 
-def _time(run: Run, transformer: Any, group: Group) -> dict[str, float]:
+def _time(run: RankRun) -> dict[str, float]:
     start = timer()
-    run(transformer)
+    run()
     seconds = timer() - start
-    clear(group.parameters)
+    clear(run.run.group.parameters)
     return {"total_s": seconds}
 
 
-def _time_apart(run: Run, transformer: Any, group: Group) -> dict[str, float]:
+def _time_apart(run: RankRun) -> dict[str, float]:
     with Stopwatch() as stopwatch:
-        run(transformer)
-    clear(group.parameters)
+        run()
+    clear(run.run.group.parameters)
     return {f"{kind}_s": seconds for kind, seconds in stopwatch.seconds.items()}
 
 
-def _gradient(run: Run, transformer: Any, group: Group) -> list[Tensor]:
-    run(transformer)
-    found = _whole(group.parameters)
-    clear(group.parameters)
-    return found
+def _gradient(run: RankRun) -> list[Tensor]:
+    run()
+    whole = _whole(run.run.group.parameters)
+    clear(run.run.group.parameters)
+    return whole
 
 
 def _whole(parameters: Sequence[Tensor]) -> list[Tensor]:

@@ -1,101 +1,31 @@
 """Predicted times of a group, an update and a training step, from counted work and a few figures of the machine.
 
-A group of W steps costs every scheme some forwards, backwards, all-gathers and reduce-scatters. A forward is 1, a
-backward 2, and 3 where activations are recomputed (gradient checkpointing). Under full sharding (FSDP2) a forward and a
-backward each gather all parameters once, and a backward scatters all gradients once, whatever the batch; how often the
-joint backward of two graphs does so was observed, not assumed: it gathers for both and scatters once.
+For a group of W steps an arm runs forwards, backwards, all-gathers and reduce-scatters. A forward is 1, a backward 2,
+and 3 where activations are recomputed (gradient checkpointing). Under full sharding (FSDP2) a forward and a backward
+each gather all parameters once, and a backward scatters all gradients once, whatever the batch. The joint backward of
+two graphs gathers for both and scatters once, as counted.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from bench.arms import ARMS, Arm, Tally, arms_of
+from bench.noise import median_of, noise_findings
 from jagg_core.checks import require_at_least
+from jagg_core.environment import command_line
+from jagg_core.records import Cell, Record
+from jagg_core.strict_json import RecordError
 
 if TYPE_CHECKING:
     from bench.work import PassWork
 
 RECOMPUTE = 1.0
 """Forwards that gradient checkpointing adds to a backward."""
-
-
-@dataclass(frozen=True)
-class Tally:
-    """What a scheme runs: passes of one step each, and collectives over all sharded units."""
-
-    forwards: float
-    backwards: float
-    gathers: float
-    scatters: float
-
-    def __add__(self, other: Tally) -> Tally:
-        return Tally(
-            self.forwards + other.forwards,
-            self.backwards + other.backwards,
-            self.gathers + other.gathers,
-            self.scatters + other.scatters,
-        )
-
-    def times(self, count: float) -> Tally:
-        """``count`` of these."""
-        return Tally(*(count * part for part in (self.forwards, self.backwards, self.gathers, self.scatters)))
-
-
-def one_by_one(passes: int) -> Tally:
-    """Forward and backward, one step after the other."""
-    return Tally(passes, passes, 2 * passes, passes)
-
-
-def in_one_pass(passes: int) -> Tally:
-    """The same steps as one batch."""
-    return Tally(passes, passes, 2, 1)
-
-
-@dataclass(frozen=True)
-class Scheme:
-    """A way to get a group's gradient.
-
-    Attributes:
-        label: for people.
-        group: what it runs for a group of W steps.
-        rest: what it runs for so many steps that are not approximated.
-        routed: whether ``jagg_frac`` says which groups it approximates; else all of them.
-        scatters_once: gradients are scattered once per update, and kept unsharded until then.
-        passes: of the whole update, for a plan that knows no groups; ``group`` then runs so many.
-    """
-
-    label: str
-    group: Callable[[int], Tally]
-    rest: Callable[[int], Tally] = one_by_one
-    routed: bool = False
-    scatters_once: bool = False
-    passes: int | None = None
-
-
-SCHEMES: dict[str, Scheme] = {
-    "exact": Scheme("exact, one step at a time", one_by_one),
-    "exact-batched": Scheme("exact, a group's steps in one pass", in_one_pass, rest=in_one_pass),
-    "exact-deferred": Scheme("exact, gradients scattered once per update", one_by_one, scatters_once=True),
-    "prototype": Scheme("the authors' prototype: W + 2 forwards", lambda w: Tally(w + 2, 2, w + 4, 2), routed=True),
-    "paper": Scheme("JAGG (paper), joint backward", lambda w: Tally(w, 2, w + 2, 1), routed=True),
-    "closed-sequential": Scheme("JAGG, closed-form s, ends one after the other", lambda w: one_by_one(2), routed=True),
-    "closed-batched": Scheme("JAGG, closed-form s, both ends in one pass", lambda w: in_one_pass(2), routed=True),
-    "endpoint-only": Scheme("endpoint-only", lambda w: one_by_one(2), routed=True),
-}
-"""By name, in the order of the tables; those of an `Update` are in `schemes`."""
-
-
-def schemes(update: Update) -> dict[str, Scheme]:
-    """`SCHEMES`, and plans of so many passes that know no groups: causal ones, or random steps, in closed form."""
-    found = dict(SCHEMES)
-    ways = (("sequential", one_by_one, "one after the other"), ("batched", in_one_pass, "in one pass"))
-    for passes in update.passes:
-        for name, run, how in ways if passes <= update.trained else ():
-            found[f"causal-{passes}-{name}"] = Scheme(f"causal, {passes} passes, {how}", run, passes=passes)
-    return found
 
 
 @dataclass(frozen=True)
@@ -110,7 +40,7 @@ class Machine:
         gradient_bytes: per scattered gradient (fp32).
         samples: per device and pass.
         checkpointing: whether activations are recomputed in the backward.
-        other: reward, optimizer and the like, as a share of the exact step's rollout and update; no scheme changes it.
+        other: reward, optimizer and the like, as a share of the exact step's rollout and update; no arm changes it.
 
     Raises:
         ValueError: a figure out of range.
@@ -138,7 +68,7 @@ class Machine:
 
 @dataclass(frozen=True)
 class Update:
-    """What is trained: T of ``steps`` sampling steps (all but the last), in groups of W, or by plans of so many passes.
+    """The update: T of ``steps`` sampling steps (all but the last), in groups of W, or by plans of so many passes.
 
     Attributes:
         steps: sampling steps.
@@ -169,44 +99,56 @@ class Update:
         """Trained steps T."""
         return self.steps - 1
 
-    def tally(self, scheme: Scheme) -> Tally:
-        """What a scheme runs in an update: approximated groups, then all other steps, left-over ones included."""
+    def arms(self) -> list[Arm]:
+        """Lists the arms that are predicted; plans with more passes than trained steps are left out."""
+        return list(arms_of("cost", [passes for passes in self.passes if passes <= self.trained]))
+
+    def tally(self, arm: Arm) -> Tally:
+        """Tallies an update: approximated groups, then all other steps, left-over ones included."""
         from jagg_core.plans import groups_of, routed_groups
 
-        if scheme.passes is not None:
-            return scheme.group(scheme.passes)
+        assert arm.tally is not None
+        if arm.passes is not None:
+            return arm.tally(arm.passes)
         groups = groups_of(self.trained, self.window)
-        count = routed_groups(len(groups), self.jagg_frac) if scheme.routed else len(groups)
-        total = scheme.group(self.window).times(count)
-        exact = self.trained - count * self.window
-        whole, left = divmod(exact, self.window)
-        total += scheme.rest(self.window).times(whole)
+        count = routed_groups(len(groups), self.jagg_frac) if arm.routed else len(groups)
+        total = arm.tally(self.window).times(count)
+        whole, left = divmod(self.trained - count * self.window, self.window)
+        total += arm.rest(self.window).times(whole)
         if left:
-            total += scheme.rest(left)
-        return Tally(total.forwards, total.backwards, total.gathers, 1) if scheme.scatters_once else total
+            total += arm.rest(left)
+        return replace(total, scatters=1) if arm.deferred else total
 
-    def group(self, scheme: Scheme) -> Tally:
-        """What a scheme runs for W steps: for a plan without groups, their share of the update."""
-        if scheme.passes is not None:
-            return self.tally(scheme).times(self.window / self.trained)
-        return scheme.group(self.window)
+    def group(self, arm: Arm) -> Tally:
+        """Tallies W steps: for a plan without groups, their share of the update."""
+        assert arm.tally is not None
+        if arm.passes is not None:
+            return self.tally(arm).times(self.window / self.trained)
+        return arm.tally(self.window)
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """Seconds on ``ranks`` devices."""
+    """Seconds of a group, an update and a training step on ``ranks`` devices."""
 
-    scheme: str
-    label: str
+    arm: Arm
     ranks: int
     group: float
     update: float
     step: float
     tally: Tally = field(repr=False)
 
+    @property
+    def cell(self) -> Cell:
+        """Its cell of a record."""
+        about = {"arm": self.arm.name, "label": self.arm.label, "calibrated": self.arm.passes is not None}
+        times = {"group_s": self.group, "update_s": self.update, "step_s": self.step}
+        name = f"{self.arm.name}/ranks={self.ranks}"
+        return Cell(name, settings=about | {"ranks": self.ranks}, values=times | asdict(self.tally))
+
 
 def seconds(tally: Tally, work: PassWork, machine: Machine, ranks: int) -> float:
-    """Time of what a scheme runs: compute, and the communication that does not hide under it."""
+    """Computes the time of a tally: compute, and the communication that does not hide under it."""
     backward = work.backward + (RECOMPUTE * work.forward if machine.checkpointing else 0.0)
     operations = machine.samples * (tally.forwards * work.forward + tally.backwards * backward)
     compute = operations / (machine.tflops * 1e12)
@@ -216,46 +158,114 @@ def seconds(tally: Tally, work: PassWork, machine: Machine, ranks: int) -> float
 
 
 def check_ranks(ranks: Sequence[int]) -> None:
-    """Raise ValueError unless every number of devices is at least 1, and there is one."""
+    """Raises ValueError unless ``ranks`` are different numbers of at least 1."""
     if not ranks or min(ranks) < 1 or len(set(ranks)) < len(ranks):
         raise ValueError(f"ranks must be different numbers of at least 1, got {list(ranks)}")
 
 
 def predict(work: PassWork, update: Update, machine: Machine, ranks: Sequence[int]) -> list[Prediction]:
-    """Times of every scheme on every number of devices.
+    """Predicts the times of every arm on every number of devices.
 
     Raises:
         ValueError: a number of devices below 1.
     """
     check_ranks(ranks)
-    found = []
+    predictions = []
     for count in ranks:
         rollout = seconds(Tally(update.steps, 0, update.steps, 0), work, machine, count)
-        exact = seconds(update.tally(SCHEMES["exact"]), work, machine, count)
+        exact = seconds(update.tally(ARMS["exact"]), work, machine, count)
         other = machine.other * (rollout + exact)
-        for name, scheme in schemes(update).items():
-            tally = update.tally(scheme)
+        for arm in update.arms():
+            tally = update.tally(arm)
             spent = seconds(tally, work, machine, count)
-            group = seconds(update.group(scheme), work, machine, count)
-            found.append(Prediction(name, scheme.label, count, group, spent, rollout + spent + other, tally))
-    return found
+            group = seconds(update.group(arm), work, machine, count)
+            predictions.append(Prediction(arm, count, group, spent, rollout + spent + other, tally))
+    return predictions
 
 
-def reduction(predictions: Sequence[Prediction], scheme: str, ranks: int, what: str) -> float:
-    """Share of exact's time that ``scheme`` saves of ``what`` (group, update or step)."""
-    times: dict[str, float] = {p.scheme: getattr(p, what) for p in predictions if p.ranks == ranks}
-    return 1 - times[scheme] / times["exact"]
+def reduction(predictions: Sequence[Prediction], arm: str, ranks: int, what: str) -> float:
+    """Computes the share of exact's time that an arm saves of ``what`` (group, update or step)."""
+    times: dict[str, float] = {p.arm.name: getattr(p, what) for p in predictions if p.ranks == ranks}
+    return 1 - times[arm] / times["exact"]
 
 
-def as_values(prediction: Prediction) -> dict[str, Any]:
-    """A prediction as a record keeps it."""
-    tally = prediction.tally
-    return {
-        "group_s": prediction.group,
-        "update_s": prediction.update,
-        "step_s": prediction.step,
-        "forwards": tally.forwards,
-        "backwards": tally.backwards,
-        "gathers": tally.gathers,
-        "scatters": tally.scatters,
-    }
+def fit(record: Record) -> dict[str, Any]:
+    """Holds the model against a measured group: seconds of one forward and one backward are taken from exact.
+
+    Returns them, and by arm the relative error to the measured median: 0.1 is a prediction ten percent too long.
+
+    Raises:
+        RecordError: not a record of ``python -m bench group``, or its exact arm failed.
+    """
+    cells = {cell.name: cell for cell in record.cells if cell.status == "ok"}
+    if record.kind != "group-speed" or "exact" not in cells or "window" not in record.settings:
+        raise RecordError(f"kind must be that of python -m bench group, with an exact arm, got {record.kind!r}")
+    window = int(record.settings["window"])
+    samples = cells["exact"].samples
+    forward, backward = (median_of(samples[f"{phase}_s"]) / window for phase in ("forward", "backward"))
+    errors = {}
+    for arm in arms_of("group"):
+        if arm.tally is not None and arm.name != "exact" and arm.name in cells:
+            tally = arm.tally(window)
+            predicted = tally.forwards * forward + tally.backwards * backward
+            measured = median_of(cells[arm.name].samples["total_s"])
+            errors[arm.name] = {"predicted_s": predicted, "measured_s": measured, "error": predicted / measured - 1}
+    about = {"backbone": record.backbone, "window": window, "batch": record.settings.get("batch")}
+    return about | {"forward_s": forward, "backward_s": backward, "arms": errors, "findings": noise_findings(record)}
+
+
+@dataclass(frozen=True)
+class CostStudy:
+    """Settings of ``python -m bench cost``.
+
+    Attributes:
+        backbone: registered, or your own as module:function; a published configuration is counted without its weights.
+        backbone_options: option=value of its loader, such as height=720 width=720.
+        guidance: scale; None is the backbone's usual one, 1 where a recipe trains without.
+        ranks: numbers of devices.
+        measured: records of ``python -m bench group`` to hold the model against.
+
+    Raises:
+        ValueError: a setting out of range; raised before anything is counted.
+    """
+
+    backbone: str = "flux-dev"
+    backbone_options: tuple[str, ...] = ()
+    guidance: float | None = None
+    ranks: tuple[int, ...] = (1, 8, 64, 512, 1024)
+    measured: tuple[str, ...] = ()
+    update: Update = field(default_factory=Update)
+    machine: Machine = field(default_factory=Machine)
+
+    def __post_init__(self) -> None:
+        from bench.work import is_published
+        from jagg_core.backbones import read_options
+
+        options = read_options(self.backbone, self.backbone_options)
+        weights = sorted({"path", "revision"} & options.keys())
+        if weights and is_published(self.backbone):
+            raise ValueError(
+                "backbone_options must leave weights out, as the published configuration is counted, got "
+                + " and ".join(weights)
+            )
+        check_ranks(self.ranks)
+
+
+def run_cost_study(settings: CostStudy) -> Record:
+    """Counts, predicts, and holds the model against measured groups. Returns the record.
+
+    Raises:
+        ValueError: a backbone that cannot be counted; see `bench.work.count_work`.
+        RecordError: a measured record of another kind.
+    """
+    from bench.work import count_work
+    from jagg_core.backbones import read_options
+
+    fitted = [fit(Record.read(Path(path))) for path in settings.measured]
+    work = count_work(settings.backbone, read_options(settings.backbone, settings.backbone_options), settings.guidance)
+    record = Record("cost", command_line(), settings.backbone, asdict(settings), seeds={})
+    record.cells.append(Cell("work", values=asdict(work)))
+    record.cells += [one.cell for one in predict(work, settings.update, settings.machine, settings.ranks)]
+    for number, one_fit in enumerate(fitted):
+        record.cells.append(Cell(f"measured-{number}", values=one_fit))
+    return record

@@ -20,11 +20,11 @@ def speed_lines(record: Record) -> list[str]:
 
 
 def step_lines(record: Record) -> list[str]:
-    """Median seconds of every way's update, its speed-ups over exact, and seconds of the step's other parts."""
-    lines = [f"{'way':<30}{'passes':>7}{'seconds':>9}{'backward':>10}{'update':>22}{'whole step':>22}"]
+    """Returns median seconds of every arm's update, its speed-ups over exact, and seconds of the step's other parts."""
+    lines = [f"{'arm':<30}{'passes':>7}{'seconds':>9}{'backward':>10}{'update':>22}{'whole step':>22}"]
     for one in update_speed_ups(record):
         ratios = f"{one['backward']:>9.2f}x{_interval(one['update']):>22}{_interval(one['step']):>22}"
-        lines.append(f"{one['way']:<30}{one['passes']:>7}{one['update_s']:>9.2f}{ratios}")
+        lines.append(f"{one['arm']:<30}{one['passes']:>7}{one['update_s']:>9.2f}{ratios}")
     others = [
         f"{c.name} {median_of(c.samples['total_s']):.4f} s" for c in record.cells if c.name in PARTS and c.samples
     ]

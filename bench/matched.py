@@ -7,7 +7,8 @@ from dataclasses import replace
 from itertools import product
 from typing import Any
 
-from bench.cost import SCHEMES, Machine, Scheme, Tally, Update, one_by_one, seconds
+from bench.arms import ARMS, CLOSED_FORM, PAPER, Arm, Tally
+from bench.cost import Machine, Update, seconds
 from bench.work import PassWork
 
 OPTIMIZER_STEPS = 3
@@ -20,20 +21,20 @@ OTHER = (0.0, 0.1, 0.34)
 """Likewise, shares of other time in a step: decoding, rewards, communication."""
 
 
-def rows_of(update: Update) -> list[tuple[str, Scheme, Update, int]]:
+def rows_of(update: Update) -> list[tuple[str, Arm, Update, int]]:
     """Returns the plans to compare: label, what each runs, its update, and forwards off policy beyond one per step."""
     every = replace(update, jagg_frac=1.0)
-    found = [
-        ("the paper's rule, first groups", SCHEMES["paper"], update, 0),
-        ("the same plan, closed-form s", SCHEMES["closed-sequential"], update, 0),
-        ("the paper's rule, all groups", SCHEMES["paper"], every, 0),
-        ("all groups, closed-form s", SCHEMES["closed-sequential"], every, 0),
+    rows = [
+        ("the paper's rule, first groups", ARMS[PAPER], update, 0),
+        ("the same plan, closed-form s", ARMS[CLOSED_FORM], update, 0),
+        ("the paper's rule, all groups", ARMS[PAPER], every, 0),
+        ("all groups, closed-form s", ARMS[CLOSED_FORM], every, 0),
     ]
     for passes in update.passes:
-        plan = Scheme("", one_by_one, passes=passes)
-        found.append((f"causal, {passes} knots, closed-form s", plan, update, 0))
-        found.append((f"causal, {passes} predicted knots, closed-form s", plan, update, passes))
-    return found
+        plan = ARMS["causal-{passes}-sequential"].at(passes)
+        rows.append((f"causal, {passes} knots, closed-form s", plan, update, 0))
+        rows.append((f"causal, {passes} shifted knots, closed-form s", plan, update, passes))
+    return rows
 
 
 def matched(work: PassWork, update: Update, machine: Machine) -> list[dict[str, Any]]:
@@ -41,11 +42,11 @@ def matched(work: PassWork, update: Update, machine: Machine) -> list[dict[str, 
 
     ``with_checkpointing`` and ``without`` are on policy: one optimizer step per rollout. ``several_steps``, with
     checkpointing, has `OPTIMIZER_STEPS` of them: all but the first part of the samples are off policy, so that closed
-    forms need a forward of every step as well, and of predicted knots another one at each site.
+    forms need a forward of every step as well, and of shifted knots another one at each site.
     """
     rows = []
-    for label, scheme, settings, sites in rows_of(update):
-        tally = settings.tally(scheme)
+    for label, arm, settings, sites in rows_of(update):
+        tally = settings.tally(arm)
         # off policy the log-probabilities of all steps are needed; a knot's forward is one of these
         replayed = replace(tally, forwards=max(tally.forwards, settings.trained) + sites)
         on, off = (_saved(work, settings, replace(machine, checkpointing=True), each) for each in (tally, replayed))
@@ -67,9 +68,9 @@ def _saved(
     """Share of exact's step that is saved; of its update alone for a ``stage``. ``sampled`` steps of the rollout."""
     steps = update.steps if sampled is None else sampled
     rollout = seconds(Tally(steps, 0, steps, 0), work, machine, 1)
-    exact = seconds(update.tally(SCHEMES["exact"]), work, machine, 1)
-    beside = 0.0 if stage else rollout + machine.other * (rollout + exact)
-    return (exact - seconds(tally, work, machine, 1)) / (exact + beside)
+    exact = seconds(update.tally(ARMS["exact"]), work, machine, 1)
+    others = 0.0 if stage else rollout + machine.other * (rollout + exact)
+    return (exact - seconds(tally, work, machine, 1)) / (exact + others)
 
 
 def fitting(work: PassWork, published: Sequence[float], machine: Machine) -> list[dict[str, Any]]:
@@ -78,15 +79,15 @@ def fitting(work: PassWork, published: Sequence[float], machine: Machine) -> lis
     They are `TRIED` steps, windows of 3 to 6, every number of leading groups, and `OTHER` time. Each has the saving of
     the update stage alone, which has no other time.
     """
-    found = []
+    rows = []
     for (sampled, trained), window, other in product(TRIED, range(3, 7), OTHER):
         groups = trained // window
         for count in range(1, groups + 1):
             update = Update(trained + 1, window, count / groups)
-            tally = update.tally(SCHEMES["paper"])
+            tally = update.tally(ARMS[PAPER])
             step = _saved(work, update, replace(machine, other=other), tally, sampled)
             if min(published) <= round(step, 3) <= max(published):
                 about = {"sampled": sampled, "trained": trained, "window": window, "groups": f"{count} of {groups}"}
                 stage = _saved(work, update, machine, tally, stage=True)
-                found.append(about | {"other": other, "step": step, "update_stage": stage})
-    return found
+                rows.append(about | {"other": other, "step": step, "update_stage": stage})
+    return rows

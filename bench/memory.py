@@ -9,7 +9,6 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +16,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from bench.arms import arms_for, run_arm
+from bench.arms import ARMS, arms_of
 from bench.children import run_children
-from bench.group import load_group
+from bench.group import load_group, run_of
 from bench.progress import Say
 from bench.settings import GroupBench
 from jagg_core.environment import command_line
@@ -31,9 +30,6 @@ REPEATS = {"cuda": 3, "cpu": 1}
 
 LOADED = "loaded"
 """File by which a process says that its group is there: what fails before fails for every arm."""
-
-LEFT_OUT = ("exact-again", "exact-bare", "prototype", "subsample")
-"""Arms that are there to time the others against; they hold what exact, or closed-form-sequential, holds."""
 
 
 def run_memory_bench(
@@ -52,7 +48,7 @@ def run_memory_bench(
     """
     if settings.compile is not None:
         raise ValueError(f"compile must be None where memory is measured, got {settings.compile!r}")
-    left = arm_names(settings.window) if arms is None else list(arms)
+    left = arm_names() if arms is None else list(arms)
     cells: list[Cell] = []
     started = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
@@ -79,20 +75,18 @@ def run_memory_bench(
     )
 
 
-def arm_names(window: int) -> list[str]:
-    """Arms whose memory is measured."""
-    sigmas = torch.linspace(1, 0.1, window, dtype=torch.float64)
-    return [arm.name for arm in arms_for(sigmas, window) if arm.name not in LEFT_OUT]
+def arm_names() -> list[str]:
+    """Lists the arms whose memory is measured."""
+    return [arm.name for arm in arms_of("memory")]
 
 
 def measure(number: int, settings: GroupBench, names: Sequence[str], folder: str) -> None:
     """Measure some arms in this process, and write what was found to ``folder/NAME.json``."""
     group = load_group(settings)
     (Path(folder) / LOADED).touch()
-    arms = {arm.name: arm for arm in arms_for(group.trajectory.sigmas, settings.window, settings.seed)}
     device = group.trajectory.latents.device
     for name in names:
-        run = partial(run_arm, arms[name], group)
+        run = run_of(ARMS[name], group, settings.seed)
         run()  # gradients are allocated, and libraries set up
         peaks = [_peak_of(run, device) for _ in range(REPEATS.get(device.type, REPEATS["cpu"]))]
         write_json(Path(folder) / f"{name}.json", peaks)

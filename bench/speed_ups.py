@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+from bench.arms import name_of
 from bench.noise import Ratio, median_of, ratio_of_medians
 from jagg_core.records import Cell, Record
 
 PARTS = ("rollout", "reward", "optimizer")
-"""Cells of what every way's training step has besides the update: the rollout without gradients; decoding, and scoring
+"""Cells of what every training step has besides the update: the rollout without gradients; decoding, and scoring
 the images; clipping the gradient's norm, a step of AdamW, and clearing the gradients."""
 
 PHASES = ("total", "forward", "upstream", "backward")
@@ -32,7 +33,7 @@ def group_speed_ups(record: Record) -> list[dict[str, Any]]:
     exact, rows = cells["exact"].samples, []
     for name, cell in cells.items():
         samples = cell.samples
-        row: dict[str, Any] = {"arm": name, "passes": cell.values.get("passes")}
+        row: dict[str, Any] = {"arm": name_of(name), "passes": cell.values.get("passes")}
         for phase in PHASES:
             row[f"{phase}_s"] = median_of(samples[f"{phase}_s"]) if f"{phase}_s" in samples else None
         row["fastest_s"] = min(second for second in samples["total_s"] if second is not None)
@@ -44,7 +45,7 @@ def group_speed_ups(record: Record) -> list[dict[str, Any]]:
 
 
 def update_speed_ups(record: Record) -> list[dict[str, Any]]:
-    """Returns every way to make an update, with its speed-ups over exact in the same rounds.
+    """Returns every arm of an update, with its speed-ups over exact in the same rounds.
 
     ``backward`` is the ratio of passes, ``update`` that of the updates' seconds, ``step`` that of whole training steps:
     rollout, reward, update and optimizer, without a part that was skipped. ``step`` is undefined without a rollout, or
@@ -60,7 +61,7 @@ def update_speed_ups(record: Record) -> list[dict[str, Any]]:
         times = cell.samples["total_s"]
         step = ratio_of_medians(exact.samples["total_s"], times, list(around.values()))
         rows.append(
-            {"way": name, "passes": cell.values["passes"], "update_s": median_of(times)}
+            {"arm": name_of(name), "passes": cell.values["passes"], "update_s": median_of(times)}
             | {f"{part}_s": median_of(samples) for part, samples in around.items()}
             | {"backward": exact.values["passes"] / cell.values["passes"]}
             | {"update": ratio_of_medians(exact.samples["total_s"], times)}

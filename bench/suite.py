@@ -12,7 +12,7 @@ import torch
 
 from bench.children import run_children
 from bench.collectives import run_collective_bench
-from bench.fit import fit
+from bench.cost import fit
 from bench.group import run_group_bench
 from bench.lines import failure_lines
 from bench.memory import run_memory_bench

@@ -169,7 +169,7 @@ EXAMPLES: dict[str, Callable[[dict[str, Any]], bool]] = {
     ),
     "Add a backbone": lambda names: len(names["findings"]) > 10 and all(f.ok for f in names["findings"]),
     "Add a reward": lambda names: names["values"].tolist() == [1, 0],
-    "Add a bench arm or cell": lambda names: names["error"] < 1e-5 and names["plan"].passes == 1,
+    "Add a bench arm or cell": lambda names: names["error"] < 1e-5 and names["run"].plan.passes == 1,
     "Add a figure": lambda names: sorted(names["files"]) == ["png", "svg"],
 }
 
@@ -252,9 +252,9 @@ def test_updates_are_as_fast_as_the_page_says() -> None:
     page = (ROOT / "docs" / "timing.md").read_text()
     rows = update_speed_ups(Record.read(ROOT / "results" / "reference" / "bench" / "update-photos-flux.json"))
     for row in rows:
-        if row["way"] not in ("exact", "exact-closed-form"):
+        if row["arm"] not in ("exact", "exact-closed-form"):
             texts = [f"{r.value:.2f}x [{r.low:.2f}, {r.high:.2f}]" for r in (row["update"], row["step"])]
-            assert f"| {' | '.join(texts)} |" in page, row["way"]
+            assert f"| {' | '.join(texts)} |" in page, row["arm"]
 
 
 def savings() -> list[str]:
@@ -264,7 +264,7 @@ def savings() -> list[str]:
     texts = [
         [row["plan"], str(row["passes"]), *(f"{row[share]:.1%}".replace("%", " %") for share in shares)] for row in rows
     ]
-    return [f"| {' | '.join(row)} |".replace("predicted knots", "shifted knots") for row in texts]
+    return [f"| {' | '.join(row)} |" for row in texts]
 
 
 def test_savings_are_predicted_as_the_page_says() -> None:

@@ -63,7 +63,7 @@ def headline() -> list[list[str]]:
     paper = front[front["family"] == "jagg"].sort_values("cosine").tail(1)
     shifted = {passes: whole.query("family == 'causal-predicted' and passes == @passes") for passes in (8, 5)}
     return [
-        row("the paper's recipe, to the letter (W = 4, 3 of 5 groups; inferred)", recipe, saved("paper")),
+        row("the paper's recipe, to the letter (W = 4, 3 of 5 groups; inferred)", recipe, saved("paper-joint")),
         row(f"the paper's rule, best window for 8 passes ({grouping(paper)})", paper, "not timed"),
         row("the paper's linear weights on searched knots", front[front["family"] == "spline"], "not timed"),
         row("**causal**, searched and shifted knots", shifted[8], saved("causal-8-sequential")),
@@ -85,9 +85,9 @@ def grouping(frame: pd.DataFrame) -> str:
     return f"W = {window}, {groups} groups"
 
 
-def saved(way: str) -> str:
+def saved(arm: str) -> str:
     """Share of exact's time of a whole step, with interval."""
-    [step] = [found["step"] for found in SPEED_UPS if found["way"] == way]
+    [step] = [found["step"] for found in SPEED_UPS if found["arm"] == arm]
     assert step.n == 7
     return f"{1 - 1 / step.value:.0%} [{1 - 1 / step.low:.0%}, {1 - 1 / step.high:.0%}]".replace("%", " %")
 

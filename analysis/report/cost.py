@@ -9,11 +9,12 @@ import pandas as pd
 
 from analysis.report import figures
 from analysis.report.page import render, write_tables_and_figures
+from bench.arms import CLOSED_FORM, PAPER, name_of
 from bench.cost import Machine, Update
 from bench.matched import fitting, matched
 from bench.work import PassWork
 from jagg_core.files import write_atomically
-from jagg_core.records import Record
+from jagg_core.records import Cell, Record
 from jagg_core.strict_json import RecordError, read_json
 
 PUBLISHED = Path(__file__).resolve().parents[2] / "results" / "paper" / "published.json"
@@ -33,23 +34,29 @@ TOLERATED = 0.03
 
 
 def costs(record: Record) -> pd.DataFrame:
-    """Predicted seconds and speed-ups, one row per scheme and number of devices.
+    """Predicted seconds and speed-ups, one row per arm and number of devices.
 
     Raises:
         RecordError: no predictions in it.
     """
-    rows: list[dict[str, Any]] = [
-        cell.settings | cell.values for cell in record.cells if cell.status == "ok" and "scheme" in cell.settings
-    ]
+    rows = [_row(cell) for cell in record.cells if cell.status == "ok" and "ranks" in cell.settings]
     frame = pd.DataFrame(rows)
     if not len(frame):
         raise RecordError(f"the record of {record.backbone} has no predictions")
-    exact = frame[frame["scheme"] == "exact"].set_index("ranks")
+    exact = frame[frame["arm"] == "exact"].set_index("ranks")
     for part in PARTS:
         frame[f"{part}_speed_up"] = frame["ranks"].map(exact[f"{part}_s"]) / frame[f"{part}_s"]
     exact_backwards = frame["ranks"].map(exact["backwards"])
     frame["backward_speed_up"] = exact_backwards / frame["backwards"]
     return frame
+
+
+def _row(cell: Cell) -> dict[str, Any]:
+    """One prediction. Records of former versions call the arm a scheme."""
+    settings = dict(cell.settings)
+    name = settings.pop("scheme", settings.get("arm"))
+    calibrated = settings.pop("calibrated", name.startswith("causal-"))
+    return {"arm": name_of(name), "label": settings.pop("label"), "calibrated": calibrated} | settings | cell.values
 
 
 def beside_the_paper(record: Record, table: pd.DataFrame) -> pd.DataFrame:
@@ -58,20 +65,20 @@ def beside_the_paper(record: Record, table: pd.DataFrame) -> pd.DataFrame:
     A figure of one backbone stands beside predictions for this backbone only. The second prediction leaves the
     forwards of the steps inside a group out, as closed-form upstream gradients allow.
     """
-    fewest = table[table["ranks"] == table["ranks"].min()].set_index("scheme")
+    fewest = table[table["ranks"] == table["ranks"].min()].set_index("arm")
     rows = []
     for figure in read_json(PUBLISHED)["figures"]:
         part = STAGES.get(figure["what"])
         if part is None or figure["backbone"] not in (None, record.backbone):
             continue
-        predicted = {name: 1 - 1 / fewest.loc[name, f"{part}_speed_up"] for name in ("paper", "closed-sequential")}
+        predicted = {name: 1 - 1 / fewest.loc[name, f"{part}_speed_up"] for name in (PAPER, CLOSED_FORM)}
         rows.append(
             {
                 "what": figure["what"],
                 "algorithm": figure["algorithm"],
                 "published": figure["reduction"],
-                "predicted": predicted["paper"],
-                "predicted_without_inner_forwards": predicted["closed-sequential"],
+                "predicted": predicted[PAPER],
+                "predicted_without_inner_forwards": predicted[CLOSED_FORM],
             }
         )
     return pd.DataFrame(rows)
@@ -110,8 +117,8 @@ def sentences(record: Record, table: pd.DataFrame, paper: pd.DataFrame) -> list[
     said = []
     settings, machine = record.settings["update"], record.settings["machine"]
     for ranks, part in table.groupby("ranks", sort=False):
-        row = part[part["scheme"] == "paper"].iloc[0]
-        causal = part["scheme"].str.startswith("causal-")
+        row = part[part["arm"] == PAPER].iloc[0]
+        causal = part["calibrated"]
         best = part.loc[part[~causal]["step_s"].idxmin()]
         said.append(
             f"{ranks} devices: the paper's scheme is {row['backward_speed_up']:.2f}x in backward passes, "
@@ -147,7 +154,7 @@ def printable(frames: dict[str, pd.DataFrame]) -> dict[str, pd.DataFrame]:
         "costs": pd.DataFrame(
             {
                 "devices": table["ranks"],
-                "scheme": table["label"],
+                "arm": table["label"],
                 **{f"{part}, s": table[f"{part}_s"].map("{:.3g}".format) for part in PARTS},
                 "backward passes": table["backward_speed_up"].map("{:.2f}x".format),
                 **{f"{part} speed-up": table[f"{part}_speed_up"].map("{:.2f}x".format) for part in PARTS},

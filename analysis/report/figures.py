@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import math
-import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -19,24 +18,7 @@ from matplotlib.ticker import MaxNLocator
 
 from analysis.statistics.names import families, family_label, family_style
 from analysis.statistics.parameter_kinds import ordered_blocks
-
-ARM_LABELS = {
-    "exact-again": "exact, timed again (noise floor)",
-    "exact-bare": "exact, bare model calls",
-    "exact-batched": "exact, all steps in one pass",
-    "exact-deferred": "exact, gradients scattered once",
-    "exact-closed-form": "exact, closed-form s",
-    "prototype": "the authors' prototype (W + 2 forwards)",
-    "paper": "paper JAGG (joint backward)",
-    "paper-joint": "paper JAGG (joint backward)",
-    "closed-form-sequential": "JAGG, closed-form s, sequential",
-    "closed-form-batched": "JAGG, closed-form s, batched",
-    "jagg-closed-form-sequential": "JAGG, closed-form s, sequential",
-    "jagg-closed-form-batched": "JAGG, closed-form s, batched",
-    "endpoint-only": "endpoint-only",
-    "subsample": "random steps, as many passes as JAGG",
-}
-"""Arms of a group, and ways to make an update; see `arm_label`."""
+from bench.arms import label_of
 
 
 def in_groups() -> list[str]:
@@ -49,10 +31,10 @@ def in_front() -> list[str]:
     return [family.name for family in families().values() if family.in_front]
 
 
-def arm_label(name: str) -> str:
-    """An arm or way for people: of `ARM_LABELS`, or a causal plan by its passes; another name as it is."""
-    causal = re.fullmatch(r"causal-(\d+)-(sequential|batched)", name)
-    return f"causal, {causal[1]} passes, {causal[2]}" if causal else ARM_LABELS.get(name, name)
+def arm_labels(table: pd.DataFrame) -> list[str]:
+    """Lists the labels of the arms of a table, by their names and, where they are known, their passes."""
+    passes = table["passes"] if "passes" in table else [None] * len(table)
+    return [label_of(*pair) for pair in zip(table["arm"], passes, strict=True)]
 
 
 PANEL_HEIGHT = 3.2
@@ -162,7 +144,7 @@ def speed_bars(table: pd.DataFrame) -> Figure:
                 left = left + width
             for row, total in left.items():
                 axes.text(total, row, f" {part['speed_up'][row]:.2f}x", va="center", fontsize=8)
-            axes.set_yticks(part.index, part["arm"].map(arm_label))
+            axes.set_yticks(part.index, arm_labels(part))
             axes.set_xlim(0, left.max() * 1.15)
             axes.set_xlabel("milliseconds per group (median)")
             axes.set_title(f"{name}, W = {part['window'].iloc[0]}, batch {part['batch'].iloc[0]}")
@@ -271,15 +253,15 @@ def cost_by_devices(table: pd.DataFrame) -> Figure:
         panels = figure.subplots(1, len(parts))
         markers, lines = "osv^DPX<>", ("-", "--", ":", "-.")
         for axes, part in zip(panels, parts, strict=True):
-            for number, (_, own) in enumerate(table.groupby("scheme", sort=False)):
+            for number, (_, rows) in enumerate(table.groupby("arm", sort=False)):
                 axes.plot(
-                    own["ranks"],
-                    own[f"{part}_speed_up"],
+                    rows["ranks"],
+                    rows[f"{part}_speed_up"],
                     marker=markers[number % len(markers)],
                     linestyle=lines[number % len(lines)],
                     markersize=4,
                     linewidth=1,
-                    label=own["label"].iloc[0],
+                    label=rows["label"].iloc[0],
                 )
             axes.set_xscale("log", base=2)
             axes.set_xticks(sorted(set(table["ranks"])), [str(n) for n in sorted(set(table["ranks"]))])

@@ -7,9 +7,8 @@ from itertools import product
 from typing import Any, get_args, get_type_hints
 
 import pytest
-import torch
 
-from bench.arms import PHASES, arms_for
+from bench.arms import PHASES, arms_of
 from bench.settings import BACKENDS, GroupBench
 
 WITHOUT_PHASES = "exact-bare"
@@ -44,7 +43,7 @@ class Grid:
     checkpointing: tuple[str, ...] = ("off",)
     compile: tuple[str, ...] = ("off",)
     device: tuple[str, ...] = ("cpu",)
-    arm: tuple[str, ...] = tuple(arm.name for arm in arms_for(torch.tensor([1.0, 0.5]), 2))
+    arm: tuple[str, ...] = tuple(arm.name for arm in arms_of("group"))
     phase: tuple[str, ...] = ("total", *PHASES)
     rounds: int = 5
     warmup: int = 1

@@ -22,14 +22,14 @@ import torch
 from torch import Tensor
 from torch.utils.benchmark.utils.timer import timer
 
-from bench.arms import PHASES, Arm, arms_for, run_arm
+from bench.arms import PHASES, arms_of
 from bench.cells.grid import GRID
-from bench.compiling import compile_seconds, compiled_graphs, require_graphs, uncompiled
-from bench.group import clear, gradient, load_group, verify
+from bench.compiling import compile_seconds, compiled_graphs, require_graphs
+from bench.group import load_group, run_of
 from bench.presets import Planned
 from bench.settings import GroupBench
 from bench.suite import why_not
-from jagg_core.reference import plain_gradient
+from bench.timing import clear, expected_gradient, gradient, verify
 from jagg_core.strict_json import plain
 
 pytestmark = [
@@ -74,18 +74,15 @@ class Loaded:
     def __init__(self, settings: GroupBench) -> None:
         self.settings = settings
         self.group = load_group(settings)
-        arms = arms_for(self.group.trajectory.sigmas, settings.window, settings.seed)
-        self.arms = {arm.name: arm for arm in arms}
+        self.runs = {arm.name: run_of(arm, self.group, settings.seed) for arm in arms_of("group")}
         self.graphs = compiled_graphs()
         self._expected: dict[str, list[Tensor]] = {}
 
-    def expected(self, arm: Arm) -> list[Tensor]:
-        """By a plain loop, once per arm."""
-        if arm.name not in self._expected:
-            g, plan = self.group, arm.amounts_to
-            with uncompiled(self.settings.compile):
-                self._expected = {arm.name: plain_gradient(g.policy, g.parameters, g.trajectory, g.upstream, plan)}
-        return self._expected[arm.name]
+    def expected(self, arm: str) -> list[Tensor]:
+        """Computes an arm's gradient by a plain loop, once per arm."""
+        if arm not in self._expected:
+            self._expected = {arm: expected_gradient(self.runs[arm], self.settings.compile)}
+        return self._expected[arm]
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -115,23 +112,23 @@ def loaded(request: pytest.FixtureRequest) -> Loaded:
 
 def test_cell(loaded: Loaded, arm: str, phase: str, benchmark: Any) -> None:
     """Verify, then time."""
-    one, group, settings = loaded.arms[arm], loaded.group, loaded.settings
+    one, group, settings = loaded.runs[arm], loaded.group, loaded.settings
     clear(group.parameters)
     before = compile_seconds()
-    run_arm(one, group)
+    one()
     compiling = compile_seconds() - before
     require_graphs(settings.compile, loaded.graphs)
-    error = verify(gradient(group.parameters), loaded.expected(one), settings.dtype)
+    error = verify(gradient(group.parameters), loaded.expected(arm), settings.dtype)
     about = {
         name: getattr(settings, name) for name in ("backbone", "batch", "dtype", "device", "checkpointing", "compile")
     }
     about |= {"arm": arm, "phase": phase, "W": settings.window, "T": settings.steps - 1}
-    about |= {"threads": torch.get_num_threads(), "passes": one.amounts_to.passes, "relative_error": error}
+    about |= {"threads": torch.get_num_threads(), "passes": one.plan.passes, "relative_error": error}
     about["compile_s"] = compiling
     benchmark.extra_info.update(plain(about))
 
     def run() -> None:
-        for name, seconds in run_arm(one, group, None if phase == "total" else timer).items():
+        for name, seconds in one(None if phase == "total" else timer).items():
             SPENT[name] += seconds
 
     repeats = {"rounds": settings.rounds, "warmup_rounds": settings.warmup, "iterations": 1}

@@ -165,7 +165,7 @@ def test_samples_of_older_records_of_collectives(run: Run) -> None:
 def test_an_update_shows_backward_update_and_step_together(run: Run) -> None:
     run.add("update/stub", update())
     _, shown, said = run.report()
-    paper = run.table("updates").set_index("way").loc["paper"]
+    paper = run.table("updates").set_index("arm").loc["paper-joint"]
     assert paper["backward_speed_up"] == pytest.approx(20 / 14, rel=1e-5)
     assert paper["update_speed_up"] == pytest.approx(2)
     assert paper["step_speed_up"] == pytest.approx((3 + 3) / (3 + 1.5), rel=1e-5)

@@ -9,8 +9,7 @@ import pytest
 
 from analysis.__main__ import main
 from analysis.report.cost import PUBLISHED, beside_the_paper, costs, fits, sentences
-from bench.cost import Machine, Update
-from bench.cost_study import CostStudy, run_cost_study
+from bench.cost import CostStudy, Machine, Update, run_cost_study
 from bench.work import PassWork
 from jagg_core.records import Record
 from jagg_core.strict_json import RecordError, read_json
@@ -30,10 +29,10 @@ def study(**settings: object) -> Record:
 
 def test_speed_ups_are_over_exact_on_as_many_devices() -> None:
     table = costs(study())
-    exact = table[table["scheme"] == "exact"]
+    exact = table[table["arm"] == "exact"]
     for part in ("group", "update", "step", "backward"):
         assert (exact[f"{part}_speed_up"] == 1).all()
-    paper = table[(table["scheme"] == "paper") & (table["ranks"] == 1)].iloc[0]
+    paper = table[(table["arm"] == "paper-joint") & (table["ranks"] == 1)].iloc[0]
     assert paper["backward_speed_up"] == pytest.approx(20 / 14)
     assert paper["update_speed_up"] == pytest.approx(80 / 62, abs=1e-4)
     assert paper["step_speed_up"] == pytest.approx(101 / 83, abs=1e-4)

@@ -216,20 +216,21 @@ def test_the_loss_that_is_allowed_is_dashed() -> None:
 def test_every_family_has_a_style_and_a_name() -> None:
     assert set(FAMILIES) <= set(families())
     assert len({*map(family_label, families())}) == len({*map(family_style, families())}) == len(families())
-    assert figures.ARM_LABELS
 
 
 @pytest.mark.parametrize(
-    ("name", "label"),
+    ("name", "passes", "label"),
     [
-        ("paper", "paper JAGG (joint backward)"),
-        ("causal-8-batched", "causal, 8 passes, batched"),
-        ("causal-12-sequential", "causal, 12 passes, sequential"),
-        ("an arm of tomorrow", "an arm of tomorrow"),
+        ("paper-joint", 14, "paper JAGG (joint backward)"),
+        ("paper", 14, "paper JAGG (joint backward)"),
+        ("causal-8-batched", 8, "causal, 8 passes, batched"),
+        ("causal-12-sequential", 12, "causal, 12 passes, sequential"),
+        ("unknown", 3, "unknown"),
     ],
 )
-def test_arms_have_names_for_people(name: str, label: str) -> None:
-    assert figures.arm_label(name) == label
+def test_labels_of_arms(name: str, passes: int, label: str) -> None:
+    table = pd.DataFrame([{"arm": name, "passes": passes}])
+    assert figures.arm_labels(table) == [label]
 
 
 def test_bars_of_the_leak_start_at_zero_and_can_be_told_apart_in_grey() -> None:

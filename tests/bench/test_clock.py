@@ -11,20 +11,19 @@ from torch import Tensor
 from torch.utils.benchmark.utils.timer import timer as torch_timer
 
 from bench import group, update
-from bench.arms import PHASES, Group, arms_for
+from bench.arms import ARMS, PHASES, arms_of
 from bench.cells import test_cells
-from bench.group import load_group, run_group_bench, time_arm
-from bench.rounds import time_in_rounds
+from bench.group import Group, load_group, run_group_bench, run_of, time_arm
 from bench.settings import GroupBench, UpdateBench
+from bench.timing import time_in_rounds
 from bench.update import run_update_bench
-from jagg_core import dance_schedule
 from jagg_core.records import Cell
 
 ENQUEUE, RUN = 1e-4, 5e-3
 """Seconds that a call of the model takes to return, and then on the device."""
 
 WINDOW = 4
-ARMS = [arm.name for arm in arms_for(dance_schedule(21)[:WINDOW], WINDOW)]
+NAMES = [arm.name for arm in arms_of("group")]
 
 
 class FakeDevice:
@@ -78,15 +77,14 @@ def on_device(stub: str, device: FakeDevice, window: int = WINDOW) -> Group:
 
 
 def timed(name: str, work: Group) -> dict[str, float]:
-    arms = {arm.name: arm for arm in arms_for(work.trajectory.sigmas, WINDOW)}
-    return time_arm(arms[name], work)
+    return time_arm(run_of(ARMS[name], work))
 
 
 def test_everything_is_timed_by_torchs_timer() -> None:
     assert group.timer is update.timer is test_cells.timer is test_cells.CLOCKS["total"] is torch_timer
 
 
-@pytest.mark.parametrize("name", ARMS)
+@pytest.mark.parametrize("name", NAMES)
 def test_a_total_waits_for_the_device_at_its_ends_only(
     name: str, stub: str, device: FakeDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -109,8 +107,7 @@ def test_short_kernels_are_not_inflated(stub: str, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(group, "timer", device.timer)
     monkeypatch.setattr(Group, "asynchronous", True)
     work = on_device(stub, device, window=100)
-    [exact] = [arm for arm in arms_for(work.trajectory.sigmas, 100) if arm.name == "exact"]
-    found = time_arm(exact, work)
+    found = time_arm(run_of(ARMS["exact"], work))
     assert device.events.count("run") == 2 * 200
     assert found["total_s"] == pytest.approx(0.01, rel=0.01)
     assert found["forward_s"] + found["backward_s"] == pytest.approx(200 * (1e-5 + 5e-5))
@@ -127,7 +124,7 @@ def test_the_timer_waits_for_the_gpu_that_was_asked_for(stub: str, monkeypatch: 
     assert current == [torch.device("cuda", 1)]
 
 
-@pytest.mark.parametrize("name", ARMS)
+@pytest.mark.parametrize("name", NAMES)
 def test_phases_have_what_they_started(name: str, stub: str, device: FakeDevice) -> None:
     found = timed(name, on_device(stub, device))
     runs = device.events.count("run")
@@ -141,7 +138,7 @@ def test_phases_have_what_they_started(name: str, stub: str, device: FakeDevice)
 def test_a_step_of_training_waits_twice_per_call(stub: str, device: FakeDevice) -> None:
     record = run_update_bench(UpdateBench(stub, batch=2, rounds=2, window=2, steps=5))
     assert {cell.status for cell in record.cells} == {"ok"}
-    calls = 2 * len(record.cells) + len(update.PARTS)  # these are also run once before
+    calls = 3 * len(record.cells)  # once before the rounds
     assert device.events == ["sync", "sync"] * calls
 
 

@@ -15,9 +15,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from bench.__main__ import main
+from bench.arms import arms_of
 from bench.collective_ranks import measure, work
 from bench.collectives import record_of, settings_of
-from bench.cost import SCHEMES
 from bench.counting import Counter
 from bench.findings import findings
 from bench.layouts import lay_out, without_reduction
@@ -28,16 +28,6 @@ from tests.bench.wide import Deep
 DEEP = "tests.bench.wide:deep"
 UNITS = 3
 """Two blocks of `Deep`, and the rest."""
-
-ARMS = {
-    "exact": "exact",
-    "exact-deferred": "exact-deferred",
-    "exact-batched": "exact-batched",
-    "paper-joint": "paper",
-    "closed-form-sequential": "closed-sequential",
-    "closed-form-batched": "closed-batched",
-}
-"""Arms, and the scheme of the cost model that each is."""
 
 EXPECTED = {
     "exact": (10, 5),
@@ -194,10 +184,10 @@ def samples_of(ranks: int) -> list[str]:
 
 
 def test_the_cost_model_assumes_what_is_counted(command: Record) -> None:
-    for arm, scheme in ARMS.items():
-        tally = SCHEMES[scheme].group(3)
-        scatters = 1 if SCHEMES[scheme].scatters_once else tally.scatters
-        assert per_unit(command, arm) == (tally.gathers, scatters)
+    for arm in arms_of("collectives"):
+        assert arm.tally is not None
+        tally = arm.tally(3)
+        assert per_unit(command, arm.name) == (tally.gathers, 1 if arm.deferred else tally.scatters)
 
 
 def test_the_reference_of_a_shipped_backbone_has_the_same_counts() -> None:
@@ -240,7 +230,7 @@ def test_gradients_and_samples(by_layout: dict[str, Record], layout: str) -> Non
 
 def test_bytes(by_layout: dict[str, Record], command: Record) -> None:
     parameters = command.cell("sharding").values["parameters"]
-    for arm in ARMS:
+    for arm in EXPECTED:
         moved = command.cell(arm).values["bytes"]
         gathers, scatters = per_unit(command, arm)
         # fp32; the parameters divide by two ranks

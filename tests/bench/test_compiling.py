@@ -11,12 +11,11 @@ from torch import Tensor, nn
 
 from bench import group, update
 from bench.__main__ import main
-from bench.arms import arms_for
+from bench.arms import arms_of
 from bench.compiling import compile_blocks, compile_seconds, compiled_graphs
 from bench.group import run_group_bench
 from bench.settings import GroupBench, UpdateBench
 from bench.update import PARTS, run_update_bench
-from jagg_core import dance_schedule
 from jagg_core.backbones import load_backbone
 from jagg_core.records import Record
 
@@ -25,7 +24,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor 
 
 DEEP = "tests.bench.wide:deep"
 SMALL: dict[str, Any] = {"batch": 2, "rounds": 2, "window": 3, "steps": 6}
-ARMS = [arm.name for arm in arms_for(dance_schedule(6)[:3], 3)]
+ARMS = [arm.name for arm in arms_of("group")]
 NEW = {"exact", "exact-batched", "prototype", "closed-form-batched"}
 """Arms that are the first with a shape: one step, five steps, one step without a graph, two steps."""
 

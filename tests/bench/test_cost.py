@@ -12,19 +12,15 @@ import pytest
 import torch
 
 from bench.__main__ import main
+from bench.arms import ARMS, Tally, in_one_pass, one_by_one
 from bench.cost import (
-    SCHEMES,
     Machine,
-    Tally,
     Update,
-    in_one_pass,
-    one_by_one,
+    fit,
     predict,
     reduction,
-    schemes,
     seconds,
 )
-from bench.fit import fit
 from bench.work import PassWork, count_work
 from jagg_core.backbones import list_backbones
 from jagg_core.records import Cell, Record
@@ -39,18 +35,18 @@ PUBLISHED = json.loads((Path(__file__).parents[2] / "results" / "paper" / "publi
 
 
 @pytest.mark.parametrize(
-    ("scheme", "units"),
-    [("exact", 20), ("prototype", 13), ("paper", 11), ("closed-sequential", 8), ("closed-batched", 8)],
+    ("arm", "units"),
+    [("exact", 20), ("prototype", 13), ("paper-joint", 11), ("closed-form-sequential", 8), ("closed-form-batched", 8)],
 )
-def test_units_of_a_group_of_five(scheme: str, units: float) -> None:
+def test_units_of_a_group_of_five(arm: str, units: float) -> None:
     """Forward 1, backward 3 with checkpointing."""
-    assert seconds(SCHEMES[scheme].group(5), WORK, ALONE, 1) == pytest.approx(units)
+    assert seconds(Update(window=5).group(ARMS[arm]), WORK, ALONE, 1) == pytest.approx(units)
 
 
 def test_without_checkpointing_a_backward_is_two_forwards() -> None:
     plain = replace(ALONE, checkpointing=False)
     assert seconds(one_by_one(5), WORK, plain, 1) == pytest.approx(15)
-    assert seconds(SCHEMES["paper"].group(5), WORK, plain, 1) == pytest.approx(9)
+    assert seconds(Update(window=5).group(ARMS["paper-joint"]), WORK, plain, 1) == pytest.approx(9)
 
 
 def test_samples_and_rate_scale_time() -> None:
@@ -60,31 +56,32 @@ def test_samples_and_rate_scale_time() -> None:
 
 def test_a_plan_without_groups_costs_its_passes() -> None:
     update = Update(steps=21, window=4, passes=(8,))
-    found = schemes(update)
+    found = {arm.name: arm for arm in update.arms()}
     assert update.tally(found["causal-8-sequential"]) == Tally(8, 8, 16, 8)
     assert update.tally(found["causal-8-batched"]) == Tally(8, 8, 2, 1)
     assert update.group(found["causal-8-sequential"]).forwards == pytest.approx(8 * 4 / 20)
-    times = {p.scheme: p.step for p in predict(WORK, update, ALONE, [1])}
+    times = {p.arm.name: p.step for p in predict(WORK, update, ALONE, [1])}
     assert times["causal-8-sequential"] == pytest.approx(21 + 8 * 4)
 
 
 def test_no_plan_has_more_passes_than_steps() -> None:
-    assert list(schemes(Update(steps=6, passes=(8, 5)))) == [*SCHEMES, "causal-5-sequential", "causal-5-batched"]
+    calibrated = [arm.name for arm in Update(steps=6, passes=(8, 5)).arms() if arm.passes is not None]
+    assert calibrated == ["causal-5-sequential", "causal-5-batched"]
     with pytest.raises(ValueError, match=r"passes must be at least 1, got \[8, 0\]"):
         Update(passes=(8, 0))
 
 
 def test_left_over_steps_are_exact() -> None:
     update = Update(steps=23, window=4, jagg_frac=0.6)  # 22 trained: 5 groups, 3 of them approximated, 2 steps left
-    assert update.tally(SCHEMES["paper"]) == Tally(12 + 10, 6 + 10, 3 * 6 + 2 * 10, 3 + 10)
-    assert update.tally(SCHEMES["exact"]) == one_by_one(22)
-    assert update.tally(SCHEMES["exact-batched"]) == in_one_pass(4).times(5) + in_one_pass(2)
-    assert update.tally(SCHEMES["exact-deferred"]) == Tally(22, 22, 44, 1)
+    assert update.tally(ARMS["paper-joint"]) == Tally(12 + 10, 6 + 10, 3 * 6 + 2 * 10, 3 + 10)
+    assert update.tally(ARMS["exact"]) == one_by_one(22)
+    assert update.tally(ARMS["exact-batched"]) == in_one_pass(4).times(5) + in_one_pass(2)
+    assert update.tally(ARMS["exact-deferred"]) == Tally(22, 22, 44, 1)
 
 
 @pytest.mark.parametrize("frac", [0.0, 1.0])
 def test_the_ends_of_jagg_frac(frac: float) -> None:
-    tally = Update(steps=21, window=5, jagg_frac=frac).tally(SCHEMES["closed-batched"])
+    tally = Update(steps=21, window=5, jagg_frac=frac).tally(ARMS["closed-form-batched"])
     assert tally == (one_by_one(20) if frac == 0 else in_one_pass(2).times(4))
 
 
@@ -93,8 +90,8 @@ def test_speed_ups_of_parts_and_of_the_whole_step() -> None:
     work, update = PassWork(2.5e12, 5e12, 1), Update(steps=5, window=4, jagg_frac=1.0)
     rollout, trained = 5 * 2.5, 4 * 7.5
     machine = Machine(tflops=1.0, checkpointing=False, other=(60 - rollout) / (rollout + trained))
-    found = {p.scheme: p for p in predict(work, update, machine, [1])}
-    exact, paper = found["exact"], found["paper"]
+    found = {p.arm.name: p for p in predict(work, update, machine, [1])}
+    exact, paper = found["exact"], found["paper-joint"]
     assert exact.step == pytest.approx(90)
     assert exact.tally.backwards / paper.tally.backwards == 2
     assert exact.update / paper.update == pytest.approx(1.5)
@@ -113,10 +110,10 @@ def test_communication_that_does_not_hide() -> None:
 
 def test_one_pass_for_both_ends_gathers_once() -> None:
     slow = Machine(bandwidth=1.0, overlap=0.0)
-    found = {p.scheme: p.group for p in predict(WORK, Update(), slow, [8])}
-    assert found["closed-batched"] < found["closed-sequential"] < found["paper"] < found["exact"]
+    found = {p.arm.name: p.group for p in predict(WORK, Update(), slow, [8])}
+    assert found["closed-form-batched"] < found["closed-form-sequential"] < found["paper-joint"] < found["exact"]
     assert found["exact-batched"] < found["exact"]
-    whole = {p.scheme: p.update for p in predict(WORK, Update(), slow, [8])}
+    whole = {p.arm.name: p.update for p in predict(WORK, Update(), slow, [8])}
     assert whole["exact-deferred"] < whole["exact"]
 
 
@@ -124,15 +121,15 @@ def test_one_pass_for_both_ends_gathers_once() -> None:
 def test_the_published_steps_follow_from_the_assumptions(figure: dict[str, float]) -> None:
     """W = 4, 3 of 5 groups, checkpointing, nothing beside rollout and update: within 3 points."""
     found = predict(WORK, Update(steps=21, window=4, jagg_frac=0.6), ALONE, [1])
-    assert reduction(found, "paper", 1, "step") == pytest.approx(figure["reduction"], abs=0.03)
+    assert reduction(found, "paper-joint", 1, "step") == pytest.approx(figure["reduction"], abs=0.03)
 
 
 def test_the_published_update_stage_is_that_without_inner_forwards() -> None:
     """With them 22.5 % are predicted, 7 points below what is published; without, 30.0 %."""
     [figure] = [f for f in PUBLISHED if f["what"] == "update stage"]
     found = predict(WORK, Update(steps=21, window=4, jagg_frac=0.6), ALONE, [1])
-    assert reduction(found, "paper", 1, "update") == pytest.approx(0.225)
-    assert reduction(found, "closed-sequential", 1, "update") == pytest.approx(figure["reduction"], abs=0.03)
+    assert reduction(found, "paper-joint", 1, "update") == pytest.approx(0.225)
+    assert reduction(found, "closed-form-sequential", 1, "update") == pytest.approx(figure["reduction"], abs=0.03)
 
 
 @pytest.mark.parametrize(
@@ -190,13 +187,13 @@ def test_the_command(tmp_path: Path, counted: list[object], capsys: pytest.Captu
     assert (record.kind, record.backbone) == ("cost", "qwen-image")
     assert record.cell("work").values["forward"] == 1e12
     assert record.cell("exact/ranks=1").values["update_s"] == pytest.approx(80)
-    assert len(record.cells) == 1 + 2 * len(schemes(Update())) + 1
+    assert len(record.cells) == 1 + 2 * len(Update().arms()) + 1
     fitted = record.cell("measured-0").values
     assert (fitted["forward_s"], fitted["backward_s"]) == (1.0, 2.0)
     assert fitted["arms"]["paper-joint"] == {"predicted_s": 9.0, "measured_s": 10.0, "error": pytest.approx(-0.1)}
     assert fitted["arms"]["closed-form-batched"]["error"] == pytest.approx(0)
     printed = capsys.readouterr().out
-    assert "64 devices" in printed and "closed-batched" in printed
+    assert "64 devices" in printed and "closed-form-batched" in printed
 
 
 @pytest.mark.parametrize(
@@ -206,7 +203,7 @@ def test_the_command(tmp_path: Path, counted: list[object], capsys: pytest.Captu
         (["--backbone-options", "hight=720"], "did you mean 'height'"),
         (
             ["--backbone-options", "path=/models/FLUX"],
-            "the published configuration is counted, of no folder, got path",
+            "backbone_options must leave weights out, as the published configuration is counted, got path",
         ),
         (["--ranks", "0"], "ranks must be different numbers of at least 1"),
         (["--overlap", "2"], "overlap must be between 0 and 1, got 2"),
@@ -270,7 +267,7 @@ def test_what_transformers_says_of_torchvision_is_not_passed_on() -> None:
 
 def test_a_record_of_something_else_is_no_measurement(tmp_path: Path) -> None:
     Record("reproduce", [], "digits-flux", {}, {}).write(tmp_path / "record.json")
-    with pytest.raises(RecordError, match=r"a record of python -m bench group .* got kind 'reproduce'"):
+    with pytest.raises(RecordError, match=r"kind must be that of python -m bench group, .*got 'reproduce'"):
         fit(Record.read(tmp_path / "record.json"))
 
 

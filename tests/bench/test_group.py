@@ -10,11 +10,16 @@ from typing import Any
 import pytest
 import torch
 
-from bench import arms, group
+from analysis.report.bench.figures import speed_up_intervals
+from analysis.report.bench.tables import groups
+from bench import arms, group, memory
 from bench.__main__ import main
-from bench.arms import PHASES, arms_for, run_arm
-from bench.group import load_group, run_group_bench
+from bench.arms import PHASES, Arm, Tally, arms_of, find_arm
+from bench.cost import Machine, Update, fit, predict
+from bench.group import load_group, run_group_bench, run_of
 from bench.settings import GroupBench
+from bench.timing import clear, gradient
+from bench.work import PassWork
 from jagg_core import RatioNoise, dance_schedule
 from jagg_core.records import Record
 from jagg_core.reference import TOLERANCE, relative_error
@@ -102,13 +107,13 @@ def test_threads_are_recorded_and_left_alone(threads: int, stub: str) -> None:
 
 def test_arms_take_turns_in_an_order_drawn_anew(stub: str, monkeypatch: pytest.MonkeyPatch) -> None:
     ran: list[tuple[str, str, int]] = []
-    accumulate = arms.accumulate_gradients
+    accumulate = group.accumulate_gradients
 
     def logged(policy: Any, trajectory: Any, advantages: Any, plan: Any, *rest: Any, **settings: Any) -> Any:
         ran.append((*rest[1:3], plan.passes))
         return accumulate(policy, trajectory, advantages, plan, *rest, **settings)
 
-    monkeypatch.setattr(arms, "accumulate_gradients", logged)
+    monkeypatch.setattr(group, "accumulate_gradients", logged)
     steps: list[str] = []
     run_group_bench(GroupBench(stub, **{**SMALL, "warmup": 2}), progress=steps.append)
     by_engine = len(ARMS) - 2
@@ -124,7 +129,7 @@ def test_arms_take_turns_in_an_order_drawn_anew(stub: str, monkeypatch: pytest.M
 
 def sabotage(monkeypatch: pytest.MonkeyPatch, backward: str, factor: float | None) -> None:
     """Scale the gradients of the arms with this backward mode, or let them fail."""
-    accumulate = arms.accumulate_gradients
+    accumulate = group.accumulate_gradients
 
     def sabotaged(policy: Any, trajectory: Any, advantages: Any, plan: Any, *rest: Any, **settings: Any) -> Any:
         report = accumulate(policy, trajectory, advantages, plan, *rest, **settings)
@@ -135,7 +140,7 @@ def sabotage(monkeypatch: pytest.MonkeyPatch, backward: str, factor: float | Non
                 parameter.grad.mul_(factor)
         return report
 
-    monkeypatch.setattr(arms, "accumulate_gradients", sabotaged)
+    monkeypatch.setattr(group, "accumulate_gradients", sabotaged)
 
 
 @pytest.mark.parametrize(
@@ -196,12 +201,12 @@ def test_with_checkpointing(stub: str) -> None:
 
 @pytest.mark.parametrize("window", [2, 3, 5])
 def test_arms_are_of_one_group(window: int) -> None:
-    found = arms_for(dance_schedule(21)[:window], window)
-    assert [arm.name for arm in found] == ARMS
-    for arm in found:
-        assert (arm.plan is None) == (arm.bare is not None) == (arm.name in ("exact-bare", "prototype"))
-        assert arm.amounts_to.steps == window
-        assert arm.amounts_to.passes == (window if arm.name.startswith("exact") else 2)
+    assert [arm.name for arm in arms_of("group")] == ARMS
+    for arm in arms_of("group"):
+        assert (arm.bare is not None) == (arm.name in ("exact-bare", "prototype"))
+        plan = arm.plan(dance_schedule(21)[:window], window)
+        assert plan.steps == window
+        assert plan.passes == (window if arm.name.startswith("exact") else 2)
 
 
 @pytest.mark.parametrize("arm", ARMS)
@@ -210,8 +215,7 @@ def test_forwards_of_an_arm(arm: str, stub: str) -> None:
     work = load_group(GroupBench(stub, batch=3, window=5))
     assert isinstance(work.policy, MlpField)
     work.policy.calls.clear()
-    [one] = [one for one in arms_for(work.trajectory.sigmas, 5) if one.name == arm]
-    run_arm(one, work)
+    run_of(arms.ARMS[arm], work)()
     rows = {grad: sum(len(c.rows) for c in work.policy.calls if c.grad == grad) // 3 for grad in (False, True)}
     expected = {"prototype": (5, 2), "paper-joint": (3, 2)}
     few = {"closed-form-sequential", "closed-form-batched", "endpoint-only", "subsample"}
@@ -219,7 +223,7 @@ def test_forwards_of_an_arm(arm: str, stub: str) -> None:
 
 
 def test_the_steps_of_subsample_are_drawn_by_the_seed() -> None:
-    drawn = [arms_for(dance_schedule(21)[:10], 10, seed)[-1].amounts_to for seed in (0, 0, 1, 2)]
+    drawn = [arms.ARMS["subsample"].plan(dance_schedule(21)[:10], 10, seed=seed) for seed in (0, 0, 1, 2)]
     assert drawn[0].knots == drawn[1].knots
     assert len({plan.knots for plan in drawn}) > 1
     assert drawn[0].weights.sum() == 10
@@ -228,18 +232,72 @@ def test_the_steps_of_subsample_are_drawn_by_the_seed() -> None:
 def test_gradients_agree_on_any_number_of_threads() -> None:
     """Sums are taken in another order."""
     work = load_group(GroupBench(batch=4, window=2))
-    [arm] = [one for one in arms_for(work.trajectory.sigmas, 2) if one.name == "exact-batched"]
+    run = run_of(arms.ARMS["exact-batched"], work)
     found, before = [], torch.get_num_threads()
     try:
         for threads in (1, 4):
             torch.set_num_threads(threads)
-            group.clear(work.parameters)
-            run_arm(arm, work)
+            clear(work.parameters)
+            run()
             assert torch.get_num_threads() == threads
-            found.append(group.gradient(work.parameters))
+            found.append(gradient(work.parameters))
     finally:
         torch.set_num_threads(before)
     assert relative_error(*found) < 1e-5
+
+
+# The registry
+
+
+def test_an_arm_is_added_by_one_entry(stub: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Up to its row in a table, its label in a figure, and its prediction; by every command that it names."""
+    arm = Arm("causal-first", "causal, first step", "causal", knots=(0,), tally=lambda w: Tally(1, 1, 2, 1))
+    monkeypatch.setitem(arms.ARMS, arm.name, arm)
+    record = run_group_bench(GroupBench(stub, **SMALL))
+    cell = record.cell("causal-first")
+    assert (cell.status, cell.values["passes"], len(cell.samples["total_s"])) == ("ok", 1, 4)
+    table = groups(record, {"fit": fit(record)}).set_index("arm", drop=False)
+    assert table.loc["causal-first", "speed_up"] > 0 and table.loc["causal-first", "predicted_s"] > 0
+    [axes] = speed_up_intervals({"group": table}).axes
+    assert "causal, first step" in [label.get_text() for label in axes.get_yticklabels()]
+    assert "causal-first" in memory.arm_names()
+    assert {p.arm.name: p.tally.backwards for p in predict(PassWork(1, 2, 1), Update(), Machine(), [1])}[
+        "causal-first"
+    ] == 5
+
+
+def test_names_and_labels_differ() -> None:
+    names = [name for arm in arms.ARMS.values() for name in (arm.name, *arm.former)]
+    assert len(set(names)) == len(names)
+    assert len({arm.label for arm in arms.ARMS.values()}) == len(arms.ARMS)
+
+
+@pytest.mark.parametrize(
+    ("name", "passes", "expected"),
+    [
+        ("paper", None, "paper-joint"),
+        ("jagg-closed-form-batched", None, "closed-form-batched"),
+        ("closed-sequential", None, "closed-form-sequential"),
+        ("causal-8-batched", 8, "causal-8-batched"),
+        ("causal-8-batched", 5, None),
+        ("unknown", None, None),
+    ],
+)
+def test_names_of_stored_records(name: str, passes: int | None, expected: str | None) -> None:
+    arm = find_arm(name, passes)
+    assert (arm and arm.name) == expected
+
+
+@pytest.mark.parametrize(
+    ("settings", "match"),
+    [
+        ({}, "arm 'x' must have a tally to be in bench 'cost', got None"),
+        ({"benches": ("grp",)}, "benches must be one of .*'group'.* 'grp'"),
+    ],
+)
+def test_an_arm_that_is_refused(settings: dict[str, Any], match: str) -> None:
+    with pytest.raises(ValueError, match=match):
+        Arm("x", "x", "exact", **settings)
 
 
 # Settings

@@ -20,9 +20,9 @@ def test_savings_of_a_step_by_hand() -> None:
         "the paper's rule, all groups": (30 / 101, 20 / 81, 30 / 101),
         "all groups, closed-form s": (40 / 101, 30 / 81, (40 + 2 * 30) / 303),
         "causal, 8 knots, closed-form s": (48 / 101, 36 / 81, (48 + 2 * 36) / 303),
-        "causal, 8 predicted knots, closed-form s": (48 / 101, 36 / 81, (48 + 2 * 28) / 303),
+        "causal, 8 shifted knots, closed-form s": (48 / 101, 36 / 81, (48 + 2 * 28) / 303),
         "causal, 5 knots, closed-form s": (60 / 101, 45 / 81, (60 + 2 * 45) / 303),
-        "causal, 5 predicted knots, closed-form s": (60 / 101, 45 / 81, (60 + 2 * 40) / 303),
+        "causal, 5 shifted knots, closed-form s": (60 / 101, 45 / 81, (60 + 2 * 40) / 303),
     }
     assert rows.keys() == by_hand.keys()
     for plan, expected in by_hand.items():

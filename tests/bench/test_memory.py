@@ -122,7 +122,7 @@ def test_an_arm_that_hangs_is_recorded() -> None:
 
 
 def test_arms_that_differ_in_memory() -> None:
-    assert arm_names(5) == [
+    assert arm_names() == [
         "exact",
         "exact-batched",
         "paper-joint",
@@ -133,7 +133,7 @@ def test_arms_that_differ_in_memory() -> None:
 
 
 def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr("bench.memory.arm_names", lambda _: ["exact"])
+    monkeypatch.setattr("bench.memory.arm_names", lambda: ["exact"])
     out = tmp_path / "memory.json"
     main(["memory", "--backbone", "tests.bench.wide:load", "--batch", "64", "--out", str(out)])
     assert Record.read(out).kind == "memory"

@@ -13,9 +13,8 @@ import torch
 from analysis.report.fidelity.tables import speed
 from bench import group, update
 from bench.__main__ import main
-from bench.arms import Arm, Group
 from bench.compare import compare
-from bench.group import run_group_bench
+from bench.group import ArmRun, run_group_bench
 from bench.lines import speed_lines, step_lines
 from bench.noise import NOISY, Ratio, exact_against_itself, noise_findings, noise_floor, ratio_of_medians
 from bench.settings import GroupBench, UpdateBench
@@ -62,8 +61,8 @@ def test_without_a_second_exact_nothing_is_said() -> None:
 def test_a_group_keeps_and_says_it(stub: str, monkeypatch: pytest.MonkeyPatch) -> None:
     measured = group.time_arm
 
-    def slowed(arm: Arm, work: Group) -> dict[str, float]:
-        return measured(arm, work) | {"total_s": 2.0 if arm.name == "exact-again" else 1.0}
+    def slowed(run: ArmRun) -> dict[str, float]:
+        return measured(run) | {"total_s": 2.0 if run.arm.name == "exact-again" else 1.0}
 
     monkeypatch.setattr(group, "time_arm", slowed)
     record = run_group_bench(GroupBench(stub, **SMALL))

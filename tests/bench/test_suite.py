@@ -30,7 +30,7 @@ CELLS = [
 @pytest.fixture
 def own_preset(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(PRESETS, "smoke", lambda: CELLS)
-    monkeypatch.setattr("bench.memory.arm_names", lambda _: ["exact"])
+    monkeypatch.setattr("bench.memory.arm_names", lambda: ["exact"])
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
 
 
@@ -140,7 +140,7 @@ def test_a_library_that_is_missing_is_told_before_anything_runs(missing: str, mo
 
 @pytest.mark.usefixtures("own_preset")
 def test_a_reason_that_many_arms_share_is_said_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("bench.memory.arm_names", lambda _: ["exact", "paper-joint"])
+    monkeypatch.setattr("bench.memory.arm_names", lambda: ["exact", "paper-joint"])
     monkeypatch.setitem(
         PRESETS, "smoke", lambda: [Planned("memory", replace(WIDE, backbone="tests.bench.wide:broken"))]
     )

@@ -9,9 +9,10 @@ import torch
 
 from bench import update
 from bench.__main__ import main
+from bench.arms import ARMS
 from bench.settings import UpdateBench
 from bench.speed_ups import PARTS, update_speed_ups
-from bench.update import Optimizer, paper_parts, run_update_bench
+from bench.update import Optimizer, grouped_calls, run_update_bench
 from jagg_core import dance_schedule, jagg_plan
 from jagg_core.records import Cell, Record
 
@@ -24,10 +25,9 @@ SIGMAS = dance_schedule(21)[:-2]
 @pytest.mark.parametrize(("window", "frac"), [(4, 0.6), (4, 1.0), (6, 1.0), (5, 0.0)])
 def test_the_papers_parts_amount_to_its_plan(window: int, frac: float) -> None:
     weights = torch.zeros(len(SIGMAS), len(SIGMAS), dtype=torch.float64)
-    for part in paper_parts(SIGMAS, window, frac):
-        start = part.steps.start
-        for row, knot in enumerate(part.plan.knots):
-            weights[start + knot, start : part.steps.stop] += part.plan.weights[row]
+    for steps, part in grouped_calls(ARMS["paper-joint"], SIGMAS, window, frac):
+        for row, knot in enumerate(part.knots):
+            weights[steps.start + knot, steps.start : steps.stop] += part.weights[row]
     plan = jagg_plan(SIGMAS, window, frac)
     expected = torch.zeros_like(weights)
     expected[list(plan.knots)] = plan.weights
@@ -43,9 +43,9 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         "exact",
         "exact-again",
         "exact-closed-form",
-        "paper",
-        "jagg-closed-form-sequential",
-        "jagg-closed-form-batched",
+        "paper-joint",
+        "closed-form-sequential",
+        "closed-form-batched",
         "causal-5-sequential",
         "causal-5-batched",
         *PARTS,
@@ -53,7 +53,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert [(cell.name, cell.reason) for cell in record.cells if cell.status != "ok"] == []
     assert all(len(cell.samples["total_s"]) == 2 for cell in record.cells)
     assert all(cell.values["relative_error"] < 1e-4 for cell in record.cells if cell.name not in PARTS)
-    assert record.cell("paper").values["passes"] == 14
+    assert record.cell("paper-joint").values["passes"] == 14
     assert all(cell.values["compile_s"] >= 0 for cell in record.cells)
     assert record.cell("reward").settings == {"reward": "ink"}
     printed = capsys.readouterr().out
@@ -94,9 +94,9 @@ def test_a_step_of_which_a_part_failed_has_no_ratio() -> None:
 
 def test_left_over_steps_are_exact() -> None:
     """20 steps in groups of 6: two are left."""
-    parts = paper_parts(SIGMAS, 6, 1.0)
-    assert [len(part.steps) for part in parts] == [6, 6, 6, 2]
-    assert [part.plan.passes for part in parts] == [2, 2, 2, 2]
+    calls = grouped_calls(ARMS["paper-joint"], SIGMAS, 6, 1.0)
+    assert [len(steps) for steps, _ in calls] == [6, 6, 6, 2]
+    assert [plan.passes for _, plan in calls] == [2, 2, 2, 2]
 
 
 @pytest.mark.parametrize(("reward", "said"), [("", None), ("sharpness", "sharpness")])
@@ -111,7 +111,7 @@ def test_the_reward_of_a_backbone_without_data_set(reward: str, said: str | None
 
 
 def test_an_unknown_reward_is_refused_before_the_rollout(stub: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(update, "workload", lambda *_: pytest.fail("rolled out before the refusal"))
+    monkeypatch.setattr(update, "group_of", lambda *_: pytest.fail("rolled out before the refusal"))
     with pytest.raises(ValueError, match="unknown reward 'inc', nearest is 'ink'"):
         run_update_bench(UpdateBench(stub, reward="inc"))
 
@@ -139,7 +139,7 @@ def test_the_optimizer_works_on_copies() -> None:
 
 def test_every_part_of_a_step_is_timed_in_every_round(stub: str) -> None:
     record = run_update_bench(UpdateBench(stub, batch=2, rounds=3, steps=6, window=2))
-    assert {cell.name for cell in record.cells} >= {"exact", "paper", *PARTS}
+    assert {cell.name for cell in record.cells} >= {"exact", "paper-joint", *PARTS}
     assert {len(cell.samples["total_s"]) for cell in record.cells} == {3}
 
 

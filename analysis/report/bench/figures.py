@@ -10,7 +10,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from analysis.report.figures import arm_label, legend_below, style
+from analysis.report.figures import arm_labels, legend_below, style
 
 COLUMNS = 2
 """Panels beside each other."""
@@ -56,13 +56,13 @@ def speed_up_intervals(tables: Mapping[str, pd.DataFrame]) -> Figure:
             axes.axvline(1, color="black", linewidth=0.8)
             axes.set_xlim(min(0.95, low.min(), value.min()) * 0.95, max(1.1, high.max(), value.max()) * 1.12)
             axes.set_ylim(-0.6, len(part) - 0.4)
-            axes.set_yticks(part.index, part["arm"].map(arm_label))
+            axes.set_yticks(part.index, arm_labels(part))
             axes.set_xlabel("speed-up over exact (grey: exact timed again)")
     return figure
 
 
 def step_bars(tables: Mapping[str, pd.DataFrame]) -> Figure:
-    """Seconds of a training step by part, and its speed-up over exact; a panel per update cell, a bar per way."""
+    """Seconds of a training step by part, and its speed-up over exact; a panel per update cell, a bar per arm."""
     with style():
         figure, panels = _grid(tables, 0.3)
         for name, axes in panels.items():
@@ -77,7 +77,7 @@ def step_bars(tables: Mapping[str, pd.DataFrame]) -> Figure:
                 ratio = part["step_speed_up"][row]
                 axes.text(total, row, "" if pd.isna(ratio) else f" {ratio:.2f}x", va="center", fontsize=8)
             axes.set_xlim(0, left.max() * 1.15)
-            axes.set_yticks(part.index, part["way"].map(arm_label))
+            axes.set_yticks(part.index, arm_labels(part))
             axes.set_xlabel("seconds of a training step (sums of medians)")
         legend_below(figure, len(STEP_PARTS))
     return figure

@@ -14,8 +14,8 @@ from analysis.report.bench.printable import printable, share_text
 from analysis.report.bench.run import BROKEN, Measured, read_run
 from analysis.report.cost import PUBLISHED
 from analysis.report.fidelity.printable import interval_text
-from analysis.report.figures import arm_label
 from analysis.report.page import render, write_tables_and_figures
+from bench.arms import HEADLINE, PAPER, label_of
 from bench.noise import noise_findings, noise_floor
 from bench.speed_ups import PARTS
 from jagg_core.files import write_atomically
@@ -24,9 +24,6 @@ from jagg_core.strict_json import read_json
 
 FRAMES = {"group": "groups", "memory": "memory", "collectives": "collectives", "update": "updates"}
 """File names of the tables, by kind of cell."""
-
-HEADLINE = ("paper-joint", "closed-form-sequential", "closed-form-batched")
-"""Arms of a group that the first sentences name."""
 
 
 def all_tables(cells: Sequence[Measured], paper: pd.DataFrame) -> dict[str, pd.DataFrame]:
@@ -80,12 +77,12 @@ def _update_sentence(table: pd.DataFrame, record: Record) -> str:
             f"update, {interval_text(row, 'step_speed_up', 2)} in the step"
         )
 
-    told, rows = [], table[~table["way"].isin(["exact", "exact-again"])]
-    for _, row in rows[rows["way"] == "paper"].iterrows():
+    told, rows = [], table[~table["arm"].isin(["exact", "exact-again"])]
+    for _, row in rows[rows["arm"] == PAPER].iterrows():
         told.append(f"the paper's scheme is {speed_ups(row)}")
     if len(rows):
         fastest = rows.loc[rows["update_s"].idxmin()]
-        told.append(f"the fastest, '{arm_label(fastest['way'])}', is {speed_ups(fastest)}")
+        told.append(f"the fastest, '{label_of(fastest['arm'], fastest['passes'])}', is {speed_ups(fastest)}")
     parts = [part for part in PARTS if f"{part}_s" in table]
     return "; ".join([*told, f"a step is here {' + '.join([*parts, 'update'])}"])
 
@@ -93,7 +90,7 @@ def _update_sentence(table: pd.DataFrame, record: Record) -> str:
 def _group_sentence(table: pd.DataFrame, record: Record) -> str:
     rows, told = table.set_index("arm"), []
     for arm in [arm for arm in HEADLINE if arm in rows.index]:
-        told.append(f"{arm_label(arm)} is {interval_text(rows.loc[arm], 'speed_up', 2)} times as fast as exact")
+        told.append(f"{label_of(arm)} is {interval_text(rows.loc[arm], 'speed_up', 2)} times as fast as exact")
     if "exact-again" in rows.index:
         told.append(f"noise floor {noise_floor(record):.1%}")
     if "exact-bare" in rows.index:
@@ -103,7 +100,7 @@ def _group_sentence(table: pd.DataFrame, record: Record) -> str:
 
 def _memory_sentence(table: pd.DataFrame, record: Record) -> str:
     rows = table[table["ratio"].notna() & table["arm"].isin(HEADLINE)]
-    told = [f"{arm_label(row['arm'])} {row['ratio']:.2f}" for _, row in rows.iterrows()]
+    told = [f"{label_of(row['arm'])} {row['ratio']:.2f}" for _, row in rows.iterrows()]
     return _listed("peak memory over exact's: ", told) or "there is nothing to compare with exact"
 
 

@@ -9,6 +9,7 @@ import pandas as pd
 
 from analysis.report.bench.run import Measured
 from analysis.report.cost import PUBLISHED
+from bench.arms import PAPER
 from jagg_core.records import Record
 from jagg_core.strict_json import read_json
 
@@ -18,12 +19,12 @@ RECIPE = {"window": 4, "jagg_frac": 0.6}
 SMALLEST = 3
 """Window from which the paper's rule saves anything: in a group of two both steps are ends."""
 
-NEAREST = {
-    "training step": ("update", "way", "paper", "step_speed_up"),
-    "update stage": ("update", "way", "paper", "update_speed_up"),
-    "backward of a group": ("group", "arm", "paper-joint", "backward_speed_up"),
+MEASURED = {
+    "training step": ("update", "step_speed_up"),
+    "update stage": ("update", "update_speed_up"),
+    "backward of a group": ("group", "backward_speed_up"),
 }
-"""What is nearest to a published figure: a kind of cell, the row of its table, and a column."""
+"""What is measured for a published figure: a kind of cell, and a column of its table in the row `PAPER`."""
 
 
 def beside_the_paper(cells: Sequence[Measured]) -> pd.DataFrame:
@@ -36,7 +37,7 @@ def beside_the_paper(cells: Sequence[Measured]) -> pd.DataFrame:
     predictions = [one for one in cells if one.kind == "cost" and one.record is not None]
     rows = []
     for figure in published["figures"]:
-        if figure["what"] in NEAREST:
+        if figure["what"] in MEASURED:
             about = {key: figure[key] for key in ("what", "algorithm", "backbone", "baseline", "jagg", "unit")}
             about |= {"published": figure["reduction"], **_predicted(figure, predictions)}
             rows += [about | found | {"source": published["source"]} for found in _measured(figure["what"], cells)]
@@ -54,12 +55,12 @@ def _predicted(figure: dict[str, Any], predictions: Sequence[Measured]) -> dict[
 
 def _measured(what: str, cells: Sequence[Measured]) -> list[dict[str, Any]]:
     """The paper's scheme in the cells whose settings are nearest to its recipe; one row without a value if none is."""
-    kind, column, name, ratio = NEAREST[what]
+    kind, ratio = MEASURED[what]
     found: list[tuple[float, dict[str, Any]]] = []
     for one in cells:
         if one.kind != kind or one.record is None or not len(one.table) or one.record.settings["window"] < SMALLEST:
             continue
-        rows = one.table[one.table[column] == name]
+        rows = one.table[one.table["arm"] == PAPER]
         if len(rows):
             row, settings = rows.iloc[0], one.record.settings
             distance = sum(abs(settings[key] - value) for key, value in RECIPE.items() if key in settings)

@@ -9,7 +9,7 @@ import pandas as pd
 
 from analysis.report.bench.run import BROKEN, Measured
 from analysis.report.fidelity.printable import interval_text
-from analysis.report.figures import arm_label
+from analysis.report.figures import arm_labels
 from bench.speed_ups import PARTS, PHASES
 
 
@@ -57,7 +57,7 @@ def share_text(row: pd.Series) -> str:
 
 
 def _group(table: pd.DataFrame) -> pd.DataFrame:
-    columns: dict[str, Any] = {"arm": table["arm"].map(arm_label), "passes": table["passes"]}
+    columns: dict[str, Any] = {"arm": arm_labels(table), "passes": table["passes"]}
     columns |= {f"{phase}, ms": _numbers(table[f"{phase}_s"] * 1000, "{:.1f}") for phase in PHASES}
     columns["speed-up"] = _intervals(table, "speed_up")
     if table["predicted_s"].notna().any():
@@ -69,12 +69,12 @@ def _group(table: pd.DataFrame) -> pd.DataFrame:
 def _memory(table: pd.DataFrame) -> pd.DataFrame:
     ratio = _numbers(table["ratio"], "{:.2f}")
     return pd.DataFrame(
-        {"arm": table["arm"].map(arm_label), "peak, MiB": _numbers(table["peak_mib"], "{:.1f}"), "over exact": ratio}
+        {"arm": arm_labels(table), "peak, MiB": _numbers(table["peak_mib"], "{:.1f}"), "over exact": ratio}
     )
 
 
 def _collectives(table: pd.DataFrame) -> pd.DataFrame:
-    columns: dict[str, Any] = {"arm": table["arm"].map(arm_label)}
+    columns: dict[str, Any] = {"arm": arm_labels(table)}
     for name in table.columns:
         if name.endswith("s_per_unit"):
             title = name.removesuffix("_per_unit").replace("_", "-")
@@ -87,7 +87,7 @@ def _collectives(table: pd.DataFrame) -> pd.DataFrame:
 
 
 def _update(table: pd.DataFrame) -> pd.DataFrame:
-    columns: dict[str, Any] = {"way": table["way"].map(arm_label), "passes": table["passes"]}
+    columns: dict[str, Any] = {"arm": arm_labels(table), "passes": table["passes"]}
     columns["update, s"] = _numbers(table["update_s"], "{:.3g}")
     columns |= {f"{part}, s": _numbers(table[f"{part}_s"], "{:.3g}") for part in PARTS if f"{part}_s" in table}
     columns["backward passes"] = _numbers(table["backward_speed_up"], "{:.2f}x")

@@ -69,7 +69,7 @@ def _slowest(cell: Cell) -> dict[str, float]:
 
 
 def updates(record: Record, values: dict[str, Any]) -> pd.DataFrame:
-    """Ways to make an update: speed-up over exact in backward passes, of the update, and of the training step.
+    """Arms of an update: speed-up over exact in backward passes, of the update, and of the training step.
 
     A step is the update with what was measured around it; without a rollout, or if another part failed, it is
     undefined. Empty without exact.

@@ -119,7 +119,7 @@ def printable(frames: dict[str, pd.DataFrame]) -> dict[str, pd.DataFrame]:
         shown["speed"] = pd.DataFrame(
             {
                 "backbone": speed["backbone"],
-                "arm": speed["arm"].map(figures.arm_label),
+                "arm": figures.arm_labels(speed),
                 **milliseconds,
                 "speed-up": [interval_text(r, "speed_up", 2) for _, r in speed.iterrows()],
                 "n (rounds)": speed["n"],

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pandas as pd
 
-from analysis.report import figures
 from analysis.report.fidelity.printable import with_n
 from analysis.report.fidelity.recommendation import recommend, recommend_signal
 from analysis.report.fidelity.signal_tables import TOO_FEW, UNTOLD
 from analysis.report.fidelity.tables import windows_of_paper
 from analysis.statistics.names import families_of, grouped_name, recommended_families
+from bench.arms import HEADLINE, label_of
 from jagg_core.records import Record
 
 
@@ -65,11 +65,7 @@ def findings(record: Record, frames: dict[str, pd.DataFrame]) -> list[str]:
             )
     for name, part in frames["speed"].groupby("backbone", sort=False) if len(frames["speed"]) else ():
         by_arm = {row["arm"]: row for _, row in part.iterrows()}
-        shown = [
-            f"{figures.ARM_LABELS[arm]} {with_n(by_arm[arm], 'speed_up', 2)} rounds"
-            for arm in ("paper-joint", "closed-form-sequential", "closed-form-batched")
-            if arm in by_arm
-        ]
+        shown = [f"{label_of(arm)} {with_n(by_arm[arm], 'speed_up', 2)} rounds" for arm in HEADLINE if arm in by_arm]
         text = f"Speed, one group on {name} against exact: {'; '.join(shown)}."
         if {"exact", "exact-bare"} <= by_arm.keys():
             overhead = by_arm["exact"]["fastest_s"] / by_arm["exact-bare"]["fastest_s"] - 1

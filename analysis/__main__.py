@@ -44,6 +44,7 @@ QUICK: dict[type[Study], dict[str, Any]] = {
         "signal_passes": (8, 5, 2),
         "signal_dimension": 4096,
         "centring_batches": 3,
+        "pathwise_batches": 3,
         "timing_rounds": 2,
     },
 }

@@ -19,6 +19,7 @@ from analysis.measure.cache import Arrays
 from analysis.measure.estimators import Estimator, measured
 from analysis.measure.job import Job
 from analysis.measure.knot_search import Knots
+from analysis.measure.pathwise import measure_pathwise, pathwise_reward
 from analysis.measure.rivals import per_sample, rivals
 from analysis.measure.rollouts import check_prompts, rollout_seed
 from analysis.measure.signal_gradients import SIDE_PASSES, bank_rows, contenders, core, suspects
@@ -26,7 +27,7 @@ from analysis.measure.study import Calibrate
 from analysis.statistics.learning_signal import products, stored_products
 from analysis.statistics.names import CENTRINGS, PER_PROMPT
 from jagg_core import Plan, accumulate_gradients
-from jagg_core.records import Record, recorded
+from jagg_core.records import Cell, Record, recorded
 from jagg_core.rewards import score
 from jagg_core.rollouts import rollout
 from jagg_core.seeding import derive_seed, generator_for
@@ -44,9 +45,11 @@ def start(settings: Calibrate, out: Path) -> Job:
 
     Raises:
         NotReproducible: the exact gradient differs from itself.
+        ValueError: a proxy reward without gradient.
     """
     job = Job(settings, out, "calibrate", store=out / "collected")
     check_prompts(settings.signal_recipe, job.backbone)
+    pathwise_reward(job.reward, settings.proxy_reward, job.backbone, settings.device)
     for pattern in OUTPUTS:
         for old in out.glob(pattern):
             old.unlink()
@@ -89,6 +92,7 @@ def run(settings: Calibrate, out: Path) -> Record:
         knots = judge_plans(job, settings, eta)
         if knots is not None:
             measure_signal(job, settings, eta, knots)
+            bias_of_causal_plans(job, settings, eta, knots)
             time_updates(job, settings, eta, knots)
     return job.record
 
@@ -118,7 +122,7 @@ def measure_signal(job: Job, settings: Calibrate, eta: float, knots: Knots) -> N
                 return {"rows": rows.cpu().numpy()}
 
             job.note_seed(eta, "signal", number, recipe)
-            plans = {centring: [_plan_key(e) for e in some] for centring, some in chosen.items()}
+            plans = {centring: [e.key for e in some] for centring, some in chosen.items()}
             key = job.key(eta, recipe, number=number, dimension=settings.signal_dimension, projection=seed, plans=plans)
             rows = iter(job.store.get(f"signal-{number}", key, make)["rows"])
             for centring, some in chosen.items():
@@ -133,6 +137,21 @@ def measure_signal(job: Job, settings: Calibrate, eta: float, knots: Knots) -> N
             found = products(np.stack(rows_of), np.stack(banks[centring, "exact"]))
             cell.values = {"batches": found.m}
             cell.samples = stored_products(found, of_exact=name == "exact")
+    job.save()
+
+
+def bias_of_causal_plans(job: Job, settings: Calibrate, eta: float, knots: Knots) -> None:
+    """Cells of the pathwise gradients; one with the reason alone where the reward has no gradient."""
+    if not settings.pathwise_batches:
+        return
+    reward, reason = pathwise_reward(job.reward, settings.proxy_reward, job.backbone, settings.device)
+    if reason:
+        about = {"eta": eta, "reward": reward.name}
+        job.record.cells.append(Cell(f"eta={eta:g}/pathwise", settings=about, values={"reason": reason}))
+    else:
+        projection = settings.signal_dimension, derive_seed(settings.recipe.seed, "signal", "projection")
+        recipe, batches = settings.pathwise_recipe, settings.pathwise_batches
+        measure_pathwise(job, eta, knots, reward, recipe, batches, settings.signal_passes, projection)
     job.save()
 
 
@@ -176,9 +195,3 @@ def _roll_out_again(trajectory: Trajectory, policy: Any) -> None:
     sigmas = torch.cat([trajectory.sigmas, trajectory.next_sigmas[-1:], torch.zeros(1, dtype=torch.float64)])
     mode = trajectory.timestep_mode
     rollout(policy, sigmas, trajectory.transition, trajectory.latents[0], 0, timestep_mode=mode)
-
-
-def _plan_key(estimator: Estimator) -> list[Any]:
-    plan = estimator.plans[0]
-    sites = None if plan.knot_sigmas is None else plan.knot_sigmas.tolist()
-    return [estimator.name, plan.knots, plan.weights.tolist(), sites]

@@ -59,6 +59,13 @@ class Estimator:
         """
         return tuple((plan.knots, _digits(plan.weights), _digits(plan.knot_sigmas)) for plan in self.plans)
 
+    @property
+    def key(self) -> list[Any]:
+        """By what stored gradients of its first plan are found."""
+        plan = self.plans[0]
+        sites = None if plan.knot_sigmas is None else plan.knot_sigmas.tolist()
+        return [self.name, plan.knots, plan.weights.tolist(), sites]
+
     def describe(self) -> dict[str, Any]:
         """What a record says of it."""
         return {

@@ -78,12 +78,30 @@ def bank_rows(
 
     Batches of one bank share ``dimension`` and ``seed``.
     """
+    asked = []
+    for centring, some in chosen.items():
+        upstream = on_policy_upstream(batch.policy, batch.trajectory, ADVANTAGES[centring](batch), objective)
+        asked.append((upstream, some))
+    return upstream_rows(batch, asked, dimension, seed, workers, progress)
+
+
+def upstream_rows(
+    batch: Batch,
+    asked: Sequence[tuple[Sequence[Tensor], Sequence[Estimator]]],
+    dimension: int,
+    seed: int,
+    workers: int,
+    progress: Callable[[int], None] | None = None,
+) -> Tensor:
+    """Projected gradients of one batch: estimators on any upstream gradients, a list of ``[B, *D]`` by step.
+
+    Returns:
+        ``[estimators, dimension]``, in the order of ``asked``. Passes at one site share a forward.
+    """
     parameters = trained_parameters(batch.policy)
     sharding = Sharding(parameters)
     passes, combines = [], []
-    for centring, some in chosen.items():
-        advantages = ADVANTAGES[centring](batch)
-        upstream = on_policy_upstream(batch.policy, batch.trajectory, advantages, objective)
+    for upstream, some in asked:
         found, combine = plan_passes([e.plans[0] for e in some], batch.trajectory, upstream)
         passes += found
         combines.append(combine)

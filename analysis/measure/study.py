@@ -27,6 +27,9 @@ DIMENSION = 2**16
 
 WINDOWS = (4, 5, 8, 10, 20)
 
+LEAST_SAMPLES = 3
+"""Per prompt: of two rewards the advantage divided by their standard deviation is a sign, without a derivative."""
+
 
 @dataclass(frozen=True)
 class Recipe:
@@ -218,6 +221,9 @@ class Calibrate(Study):
         signal_dimension: of the random projections in which it is.
         contender_batches: of those batches, the first ones, for estimators that are there for comparison only.
         centring_batches: likewise, for the bias under other ways to centre advantages.
+        pathwise_batches: rollout batches of the same size on which causal plans are compared with exact by pathwise
+            gradients, where the reward is differentiable; 0: not at all.
+        proxy_reward: a differentiable reward, by name, whose pathwise gradients are taken where the reward has none.
         update_samples: of an update in training, for which the loss of signal is told.
         max_signal_loss: the plan to run has the fewest passes whose loss is below it with confidence.
         min_cosine: beside it stands the plan with the fewest passes whose 95 % lower bound is at least this cosine.
@@ -237,6 +243,8 @@ class Calibrate(Study):
     signal_dimension: int = 2**16
     contender_batches: int = 8
     centring_batches: int = 8
+    pathwise_batches: int = 24
+    proxy_reward: str = ""
     update_samples: int = 64
     max_signal_loss: float = 0.05
     min_cosine: float = 0.99
@@ -257,6 +265,12 @@ class Calibrate(Study):
             update_samples=1,
             timing_rounds=2,
         )
+        if self.pathwise_batches and self.pathwise_batches < 3:
+            raise ValueError(f"pathwise_batches must be 0 or at least 3, found {self.pathwise_batches}")
+        if self.proxy_reward:
+            from jagg_core.rewards import check_reward
+
+            check_reward(self.proxy_reward)
         for name in ("max_signal_loss", "min_cosine"):
             if not 0 < getattr(self, name) < 1:
                 raise ValueError(f"{name} must be between 0 and 1, got {getattr(self, name)}")
@@ -267,6 +281,11 @@ class Calibrate(Study):
     def signal_recipe(self) -> Recipe:
         """How the batches of the learning signal are made."""
         return replace(self.recipe, prompts=self.signal_prompts, samples=self.signal_samples)
+
+    @property
+    def pathwise_recipe(self) -> Recipe:
+        """How the batches of pathwise gradients are made: as those of the signal, but see `LEAST_SAMPLES`."""
+        return replace(self.signal_recipe, samples=max(self.signal_samples, LEAST_SAMPLES))
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from analysis.report.checked import read_record, told
 from analysis.report.cost import write_cost_report
 from analysis.report.curves import write_curve_report
 from analysis.report.fidelity import signal_figures, signal_tables, tables
+from analysis.report.fidelity.direction import pathwise
 from analysis.report.fidelity.printable import printable
 from analysis.report.fidelity.recommendation import calibration, lines_to_paste
 from analysis.report.fidelity.sentences import findings, paper_estimator
@@ -83,6 +84,8 @@ def _write(run: Path, record: Record) -> tuple[Path, dict[str, pd.DataFrame], li
     frames = tables.all_tables(record, speeds)
     if record.kind == "calibrate":
         frames |= signal_tables.all_tables(record)
+        if len(found := pathwise(record)):
+            frames["pathwise"] = found
     pictures = write_tables_and_figures(run, frames, make_figures(record, frames))
     shown, said = printable(frames), findings(record, frames)
     said += [f"Speed, one group on {one.backbone}: {warning}." for one in speeds for warning in noise_findings(one)]

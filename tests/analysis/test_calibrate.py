@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from analysis.__main__ import QUICK, main, parser, settings_from
-from analysis.measure import calibrate, job, study
+from analysis.measure import calibrate, job, pathwise, study
 from analysis.measure.calibrate import collect, round_order, run
 from analysis.measure.job import NotReproducible, fresh_lora_note
 from analysis.measure.rollouts import Batch
@@ -51,6 +51,7 @@ SMALL = Calibrate(
     signal_dimension=64,
     contender_batches=4,
     centring_batches=3,
+    pathwise_batches=4,
     timing_rounds=2,
     recipe=Recipe(steps=7, prompts=1, samples=3),
 )
@@ -172,6 +173,7 @@ def test_seeds_of_every_purpose_are_stored_and_apart(folder: Path, record: Recor
         "calibration eta=0.7": 2,
         "evaluation eta=0.7": 3,
         "signal eta=0.7": 5,
+        "pathwise eta=0.7": 4,
     }
     for one, other in combinations(record.seeds.values(), 2):
         assert not {*one} & {*other}
@@ -204,6 +206,7 @@ def test_files(folder: Path) -> None:
     assert kept == [
         *(f"calibration-{n}" for n in range(2)),
         *(f"evaluation-{n}" for n in range(3)),
+        *(f"pathwise-{n}" for n in range(4)),
         *(f"signal-{n}" for n in range(5)),
     ]
 
@@ -234,6 +237,8 @@ def test_the_file_holds_what_was_measured(folder: Path, record: Record) -> None:
     assert causal["4"]["held_out_cosine"]["n"] == 3
     assert causal["5"]["predicted"]["held_out_cosine"]["n"] == 3
     assert causal["5"]["predicted"]["signal_loss"] is not None
+    lost = causal["4"]["predicted"].pop("direction_lost")
+    assert lost["low"] < lost["value"] < lost["high"]
     assert causal["4"]["predicted"] == {"held_out_cosine": None, "signal_loss": None}
     assert set(data["windows"]) == {"3", "4"}
     assert [s["threshold"] for s in data["windows"]["3"]["sensitivity"]] == [0.8, 0.85, 0.9, 0.95, 0.97, 0.99]
@@ -268,9 +273,11 @@ def test_the_same_file_from_half_of_the_tables(
     tables, banks = Counted(job.collect_table), Counted(calibrate.bank_rows)
     monkeypatch.setattr(job, "collect_table", tables)
     monkeypatch.setattr(calibrate, "bank_rows", banks)
+    pathwise_banks = Counted(pathwise.pathwise_rows)
+    monkeypatch.setattr(pathwise, "pathwise_rows", pathwise_banks)
     again = calibrated()
-    assert tables.calls + banks.calls == 10 - len(kept) == 5
-    assert tables.calls and banks.calls
+    assert tables.calls + banks.calls + pathwise_banks.calls == 14 - len(kept) == 7
+    assert tables.calls and banks.calls and pathwise_banks.calls
     assert numbers(again) == numbers(record)
     assert again.seeds == record.seeds
     assert calibration_file(again, tmp_path / "c.json") == (folder / CALIBRATION).read_bytes()
@@ -570,6 +577,7 @@ BAD: list[tuple[str, Any]] = [
     ("signal_dimension", 0),
     ("contender_batches", 2),
     ("centring_batches", 2),
+    ("pathwise_batches", 2),
     ("update_samples", 0),
     ("max_signal_loss", 0.0),
     ("max_signal_loss", 1.0),

@@ -159,6 +159,9 @@ def _printable_signal(frames: dict[str, pd.DataFrame]) -> dict[str, pd.DataFrame
             cost[f"cost of the {title}"] = signal[name].map(_share)
             cost[f"signal kept per cost of the {title}"] = signal[f"kept_per_{name}"].map(_ratio)
         shown["signal_cost"] = pd.DataFrame(cost)
+    direction = frames.get("pathwise", pd.DataFrame())
+    if len(direction):
+        shown["pathwise"] = _printable_direction(direction, signal)
     pairs = frames.get("pairs", pd.DataFrame())
     if len(pairs):
         shown["pairs"] = _printable_pairs(pairs)
@@ -176,6 +179,28 @@ def _printable_signal(frames: dict[str, pd.DataFrame]) -> dict[str, pd.DataFrame
         wide = wide[[c for c in CENTRINGS if c in wide.columns]].reset_index()
         shown["centring"] = wide.rename(columns={"label": "estimator", "none": "not centred", "ones": "all 1"})
     return shown
+
+
+def _printable_direction(direction: pd.DataFrame, signal: pd.DataFrame) -> pd.DataFrame:
+    """Losses by pathwise gradients; beside the loss in the update that by the score function, where both are known."""
+    by_score = {(r["eta"], r["estimator"]): r for _, r in signal.iterrows()}
+    losses = ["" if pd.isna(r["loss"]) else interval_text(r, "loss") for _, r in direction.iterrows()]
+    checks = [by_score.get((r["eta"], r["estimator"])) for _, r in direction.iterrows()]
+    return pd.DataFrame(
+        {
+            "eta": direction["eta"].map("{:g}".format),
+            "passes": direction["passes"],
+            "estimator": direction["label"],
+            "upstream": direction["upstream"],
+            "n": direction["n"],
+            "cosine of expected gradients": [interval_text(r, "cosine", 4) for _, r in direction.iterrows()],
+            "direction lost": [interval_text(r, "lost", 4) for _, r in direction.iterrows()],
+            "signal of one batch": [interval_text(r, "share") for _, r in direction.iterrows()],
+            "loss in the update": losses,
+            "by the score function": ["" if row is None else with_n(row, "loss") for row in checks],
+            "the signal is": ["" if pd.isna(r["loss"]) else r["verdict"] for _, r in direction.iterrows()],
+        }
+    )
 
 
 def _printable_pairs(pairs: pd.DataFrame) -> pd.DataFrame:

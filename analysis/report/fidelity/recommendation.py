@@ -13,6 +13,7 @@ from typing import Any
 import pandas as pd
 
 from analysis.report.digits import rounded
+from analysis.report.fidelity.direction import decisive, loss_text, pathwise
 from analysis.report.fidelity.signal_tables import TOO_FEW
 from analysis.report.fidelity.tables import per_group, routing, windows_of_paper
 from analysis.statistics.intervals import CLAIM_BATCHES, mean_interval
@@ -33,6 +34,8 @@ Frames = Mapping[str, pd.DataFrame]
 SUBSETS = ("subsample", "window", "half")
 """Families that train on a subset of the steps."""
 
+INTERVAL_ENDS = {"value": "", "low": "_low", "high": "_high"}
+
 OF_A_MOMENT = ("cpu_mhz", "cuda_mhz", "load_average")
 """What a record's environment says of the moment it was made in."""
 
@@ -49,8 +52,8 @@ def calibration(record: Record, eta: float, frames: Frames | None = None) -> dic
     knots = cells.get(f"eta={eta:g}/knots")
     if knots is None:
         raise ValueError(f"the record of {record.backbone} has no calibrated knots at eta {eta:g}")
-    frames = {} if frames is None else frames
-    signal = _at(frames.get("signal"), eta)
+    frames = {"pathwise": pathwise(record), **({} if frames is None else frames)}
+    signal, direction = _at(frames.get("signal"), eta), _at(frames.get("pathwise"), eta)
     plans: dict[str, dict[str, Any]] = {}
     for family in searched_families(record, knots.values):
         plans[family] = {}
@@ -59,11 +62,11 @@ def calibration(record: Record, eta: float, frames: Frames | None = None) -> dic
             plans[family][passes] = {
                 "knots": found["knots"],
                 "calibration_cosine": found["cosine"],
-                **_kept(record, eta, signal, family, int(passes)),
+                **_kept(record, eta, signal, direction, family, int(passes)),
             }
             for name in borrowing:
                 key = "predicted" if name == SHIFTED else name
-                plans[family][passes][key] = _kept(record, eta, signal, name, int(passes))
+                plans[family][passes][key] = _kept(record, eta, signal, direction, name, int(passes))
     return {
         "kind": "calibration",
         "schema_version": SCHEMA_VERSION,
@@ -150,9 +153,10 @@ def recommended(record: Record, eta: float, frames: Frames) -> dict[str, Any]:
     signal = _at(frames.get("signal"), eta)
     if len(signal):
         target = record.settings["max_signal_loss"]
-        text, estimator = recommend_signal(record, signal)
-        about = {"eta": eta, "centring": PER_PROMPT, "estimator": estimator}
-        cell = next((c for c in record.cells if all(c.settings.get(k) == v for k, v in about.items())), None)
+        text, estimator = recommend_signal(record, signal, frames.get("pathwise"))
+        about = {"eta": eta, "estimator": estimator}
+        cells_of = (c for c in record.cells if all(c.settings.get(k) == v for k, v in about.items()))
+        cell = next((c for c in cells_of if c.settings.get("centring") == PER_PROMPT or "upstream" in c.settings), None)
         found[f"signal loss <= {target:g}"] = {"text": text} | ({} if cell is None else _plan_of(cell))
     return found
 
@@ -288,20 +292,25 @@ def fewest_kept(signal: pd.DataFrame, families: tuple[str, ...]) -> pd.Series | 
     return min(reached, key=lambda row: (row["passes"], row["loss"]), default=None)
 
 
-def recommend_signal(record: Record, signal: pd.DataFrame) -> tuple[str, str | None]:
-    """The fewest passes that lose no more signal than allowed, in words, and the estimator's name."""
+def recommend_signal(
+    record: Record, signal: pd.DataFrame, direction: pd.DataFrame | None = None
+) -> tuple[str, str | None]:
+    """The fewest passes that lose no more signal than allowed, in words, and the estimator's name.
+
+    ``direction``: losses by pathwise gradients, which decide on the plans that they are known of.
+    """
     settings = record.settings
     eta, target = signal["eta"].iloc[0], settings["max_signal_loss"]
     where = (
         f"eta {eta:g}, at most {target:.0%} of the learning signal lost in an update of {settings['update_samples']} "
     )
     where += f"samples (reward {settings['reward']}): "
-    candidates = recommended_families(record)
-    ours = signal[signal["family"].isin(candidates)].sort_values("passes")
+    candidates, decided = recommended_families(record), decisive(signal, direction)
+    ours = decided[decided["family"].isin(candidates)].sort_values("passes")
     if len(ours) and ours["loss"].isna().all():
         told = int(signal["samples"].iloc[0])
         return f"{where}the signal itself cannot be told from zero with {told} samples; take more of them.", None
-    row = fewest_kept(signal, candidates)
+    row = fewest_kept(decided, candidates)
     if row is None and len(ours) and (ours["verdict"] == TOO_FEW).any():
         return f"{where}no claim, n = {int(ours['n'].max())} batches; at least {CLAIM_BATCHES} are needed.", None
     if row is None:
@@ -328,6 +337,8 @@ def recommend_signal(record: Record, signal: pd.DataFrame) -> tuple[str, str | N
 
 
 def _percent(row: pd.Series) -> str:
+    if isinstance(row.get("upstream"), str):
+        return loss_text(row)
     return f"loss {row['loss']:.1%} [{row['loss_low']:.1%}, {row['loss_high']:.1%}], n = {int(row['n'])}"
 
 
@@ -351,17 +362,21 @@ def _plan_of(cell: Cell) -> dict[str, Any]:
     }
 
 
-def _kept(record: Record, eta: float, signal: pd.DataFrame, family: str, passes: int) -> dict[str, Any]:
-    """Collects what a plan keeps: its cosine on held-out rollouts, and its loss of signal; None where not measured."""
+def _kept(
+    record: Record, eta: float, signal: pd.DataFrame, direction: pd.DataFrame, family: str, passes: int
+) -> dict[str, Any]:
+    """Collects what a plan keeps: cosine on held-out rollouts, loss of signal (None where not measured), direction."""
     judged = [cells for cells in _by_passes(record, eta, family) if cells[0].settings["passes"] == passes]
-    row = signal[(signal["family"] == family) & (signal["passes"] == passes)] if len(signal) else signal
-    loss = None
-    if len(row):
-        one = row.iloc[0]
-        ends = (("value", "loss"), ("low", "loss_low"), ("high", "loss_high"))
-        loss = {key: _number(one[name]) for key, name in ends}
     cosine = asdict(mean_interval(judged[0][0].samples["cosine"], "cosine")) if judged else None
-    return {"held_out_cosine": cosine, "signal_loss": loss}
+    lost = _interval_of(direction, "lost", family, passes)
+    kept = {"held_out_cosine": cosine, "signal_loss": _interval_of(signal, "loss", family, passes)}
+    return kept if lost is None else {**kept, "direction_lost": lost}
+
+
+def _interval_of(frame: pd.DataFrame, column: str, family: str, passes: int) -> dict[str, Any] | None:
+    """Returns value and ends of a plan's interval in a table; None where the table has no such plan."""
+    rows = frame[(frame["family"] == family) & (frame["passes"] == passes)] if len(frame) else frame
+    return {key: _number(rows.iloc[0][f"{column}{end}"]) for key, end in INTERVAL_ENDS.items()} if len(rows) else None
 
 
 def _at(frame: pd.DataFrame | None, eta: float) -> pd.DataFrame:

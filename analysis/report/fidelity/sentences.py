@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pandas as pd
 
+from analysis.report.fidelity.direction import direction_sentences
 from analysis.report.fidelity.printable import with_n
 from analysis.report.fidelity.recommendation import recommend, recommend_signal
 from analysis.report.fidelity.signal_tables import TOO_FEW, UNTOLD
@@ -52,7 +53,8 @@ def findings(record: Record, frames: dict[str, pd.DataFrame]) -> list[str]:
                 said.append(f"Shipped calibration of {record.backbone}, {text}")
     signal = frames.get("signal", pd.DataFrame())
     for _, part in signal.groupby("eta", sort=False) if len(signal) else ():
-        said.append(recommend_signal(record, part)[0])
+        said.append(recommend_signal(record, part, frames.get("pathwise"))[0])
+    said += direction_sentences(record, frames.get("pathwise", pd.DataFrame()))
     said += _pairs(frames.get("pairs", pd.DataFrame()), record)
     said += _leaks(frames.get("centring", pd.DataFrame()))
     for _, row in frames["leak"].iterrows() if len(frames["leak"]) else ():

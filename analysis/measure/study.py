@@ -266,7 +266,7 @@ class Calibrate(Study):
             timing_rounds=2,
         )
         if self.pathwise_batches and self.pathwise_batches < 3:
-            raise ValueError(f"pathwise_batches must be 0 or at least 3, found {self.pathwise_batches}")
+            raise ValueError(f"pathwise_batches must be 0 or at least 3, got {self.pathwise_batches}")
         if self.proxy_reward:
             from jagg_core.rewards import check_reward
 

@@ -25,14 +25,14 @@ class Store:
         self.folder = folder
 
     def path(self, name: str, key: dict[str, Any]) -> Path | None:
-        """Where arrays with this name and key are kept. Any difference in ``key`` is another file."""
+        """Returns where arrays with this name and key are kept. Any difference in ``key`` is another file."""
         if self.folder is None:
             return None
         text = json.dumps(plain(key), sort_keys=True)
         return self.folder / f"{name}-{hashlib.blake2b(text.encode(), digest_size=8).hexdigest()}.npz"
 
     def get(self, name: str, key: dict[str, Any], make: Callable[[], Arrays]) -> Arrays:
-        """The kept arrays; if there are none, or the file is damaged, those that ``make`` returns, which are kept."""
+        """Returns the kept arrays; without them, or from a damaged file, what ``make`` returns, which is then kept."""
         path = self.path(name, key)
         if path is None:
             return make()

@@ -16,13 +16,13 @@ from torch.utils.benchmark.utils.timer import timer
 from tqdm import tqdm
 
 from analysis.measure.cache import Arrays
-from analysis.measure.estimators import Estimator, measured
+from analysis.measure.estimators import NamedPlan, measured
 from analysis.measure.job import Job
 from analysis.measure.knot_search import Knots
 from analysis.measure.pathwise import measure_pathwise, pathwise_reward
 from analysis.measure.rivals import per_sample, rivals
 from analysis.measure.rollouts import check_prompts, rollout_seed
-from analysis.measure.signal_gradients import SIDE_PASSES, bank_rows, contenders, core, suspects
+from analysis.measure.signal_gradients import SIDE_PASSES, bank_rows, main_plans, side_plans, watched_plans
 from analysis.measure.study import Calibrate
 from analysis.statistics.learning_signal import products, stored_products
 from analysis.statistics.names import CENTRINGS, PER_PROMPT
@@ -37,11 +37,11 @@ SUBSAMPLED = (8, 5, 2)
 """Passes of the subsampling that the learning signal of plans is compared with."""
 
 OUTPUTS = ("record.json", "calibration-*.json", "report.html", "tables/*.csv", "figures/*.png", "figures/*.svg")
-"""What a calibration's folder holds, beside ``collected/``."""
+"""What a calibration's folder holds, with ``collected/``."""
 
 
 def start(settings: Calibrate, out: Path) -> Job:
-    """The backbone loaded, its reference checked; tables are kept in ``out/collected``.
+    """Loads the backbone and checks its reference; tables are kept in ``out/collected``.
 
     Raises:
         NotReproducible: the exact gradient differs from itself.
@@ -59,7 +59,7 @@ def start(settings: Calibrate, out: Path) -> Job:
 
 
 def collect(settings: Calibrate, out: Path) -> Record:
-    """Make the tables of calibration and evaluation rollouts that ``out/collected`` does not hold yet."""
+    """Makes the tables of calibration and evaluation rollouts that ``out/collected`` does not hold yet."""
     job = start(settings, out)
     for eta in settings.etas:
         judge_plans(job, settings, eta)
@@ -67,20 +67,20 @@ def collect(settings: Calibrate, out: Path) -> Record:
 
 
 def judge_plans(job: Job, settings: Calibrate, eta: float) -> Knots | None:
-    """Search knots and judge plans on them; None if the search failed."""
+    """Searches knots and judges plans on them; None if the search failed."""
     knots = job.search_knots(eta)
     if knots is not None:
         job.evaluate(eta, knots, few_passes(job, settings, knots))
     return knots
 
 
-def few_passes(job: Job, settings: Calibrate, knots: Knots) -> list[Estimator]:
+def few_passes(job: Job, settings: Calibrate, knots: Knots) -> list[NamedPlan]:
     """Makes the plans whose signal is measured and that may be recommended, to be judged by their cosine as well."""
     return measured(job.sigmas, knots, settings.signal_passes, recommended=True)
 
 
 def run(settings: Calibrate, out: Path) -> Record:
-    """Calibrate and write ``out/record.json``; what ``out/collected`` holds of an earlier run is used again.
+    """Calibrates and writes ``out/record.json``; what ``out/collected`` holds of an earlier run is used again.
 
     Every cell that fails is recorded as failed, the others still run. Returns the record.
 
@@ -98,25 +98,25 @@ def run(settings: Calibrate, out: Path) -> Record:
 
 
 def measure_signal(job: Job, settings: Calibrate, eta: float, knots: Knots) -> None:
-    """A cell per estimator and centring: inner products of its gradients and exact's over all pairs of batches."""
+    """Adds a cell per estimator and centring: inner products of its gradients and exact's over all pairs of batches."""
     recipe, count = settings.signal_recipe, settings.signal_batches
-    main = core(job.sigmas, settings.windows, settings.jagg_frac, knots, settings.signal_passes)
+    main = main_plans(job.sigmas, settings.windows, settings.jagg_frac, knots, settings.signal_passes)
     names = {e.name for e in main}
-    side = [e for e in contenders(job.sigmas, settings.windows, knots) if e.name not in names]
-    watched = suspects([*main, *side], job.sigmas, settings.windows, settings.jagg_frac)
+    side = [e for e in side_plans(job.sigmas, settings.windows, knots) if e.name not in names]
+    watched = watched_plans([*main, *side], job.sigmas, settings.windows, settings.jagg_frac)
     banks: dict[tuple[str, str], list[np.ndarray]] = {}
-    about: dict[str, Estimator] = {}
+    about: dict[str, NamedPlan] = {}
     seed = derive_seed(settings.recipe.seed, "signal", "projection")
     with recorded(job.record.cells, f"eta={eta:g}/signal", eta=eta) as cell:
         for number in tqdm(range(count), desc=f"learning signal, eta {eta:g}", unit="batch"):
-            own_seed = rollout_seed(recipe, eta, "signal", number)
-            chosen = {PER_PROMPT: [*main, *rivals(job.sigmas, SUBSAMPLED, own_seed)]}
+            batch_seed = rollout_seed(recipe, eta, "signal", number)
+            chosen = {PER_PROMPT: [*main, *rivals(job.sigmas, SUBSAMPLED, batch_seed)]}
             if number < settings.contender_batches:
-                chosen[PER_PROMPT] += [*side, *per_sample(job.sigmas, recipe.batch, SIDE_PASSES, own_seed)]
+                chosen[PER_PROMPT] += [*side, *per_sample(job.sigmas, recipe.batch, SIDE_PASSES, batch_seed)]
             if number < settings.centring_batches:
                 chosen |= {centring: watched for centring in CENTRINGS if centring != PER_PROMPT}
 
-            def make(number: int = number, chosen: dict[str, list[Estimator]] = chosen) -> Arrays:
+            def make(number: int = number, chosen: dict[str, list[NamedPlan]] = chosen) -> Arrays:
                 batch = job.batch(eta, "signal", number, recipe)
                 rows = bank_rows(batch, job.objective, chosen, settings.signal_dimension, seed, job.workers)
                 return {"rows": rows.cpu().numpy()}
@@ -134,14 +134,14 @@ def measure_signal(job: Job, settings: Calibrate, eta: float, knots: Knots) -> N
         estimator = about[name]
         where = f"eta={eta:g}/signal/{centring}/{name}"
         with recorded(job.record.cells, where, **estimator.describe(), eta=eta, centring=centring) as cell:
-            found = products(np.stack(rows_of), np.stack(banks[centring, "exact"]))
-            cell.values = {"batches": found.m}
-            cell.samples = stored_products(found, of_exact=name == "exact")
+            inner = products(np.stack(rows_of), np.stack(banks[centring, "exact"]))
+            cell.values = {"batches": inner.m}
+            cell.samples = stored_products(inner, of_exact=name == "exact")
     job.save()
 
 
 def bias_of_causal_plans(job: Job, settings: Calibrate, eta: float, knots: Knots) -> None:
-    """Cells of the pathwise gradients; one with the reason alone where the reward has no gradient."""
+    """Adds cells of pathwise gradients; one with the reason alone where the reward has no gradient."""
     if not settings.pathwise_batches:
         return
     reward, reason = pathwise_reward(job.reward, settings.proxy_reward, job.backbone, settings.device)
@@ -156,11 +156,11 @@ def bias_of_causal_plans(job: Job, settings: Calibrate, eta: float, knots: Knots
 
 
 def time_updates(job: Job, settings: Calibrate, eta: float, knots: Knots) -> None:
-    """Seconds of rollout, reward and update by several plans, interleaved round by round."""
+    """Times rollout, reward and updates by several plans in seconds, interleaved round by round."""
     recipe = settings.signal_recipe
     with recorded(job.record.cells, f"eta={eta:g}/times", eta=eta, batch=recipe.batch) as cell:
         batch = job.batch(eta, "signal", 0, recipe)
-        main = core(job.sigmas, settings.windows, settings.jagg_frac, knots, settings.signal_passes)
+        main = main_plans(job.sigmas, settings.windows, settings.jagg_frac, knots, settings.signal_passes)
         timed = {e.name: e.plans[0] for e in main}
         arms: dict[str, Callable[[], Any]] = {
             "rollout": lambda: _roll_out_again(batch.trajectory, batch.policy),
@@ -180,7 +180,7 @@ def time_updates(job: Job, settings: Calibrate, eta: float, knots: Knots) -> Non
 
 
 def round_order(names: Sequence[str], seed: int, number: int) -> list[str]:
-    """The order of a round of timings, drawn for each by its number: no arm follows the same one in every round."""
+    """Draws the order of a round of timings by its number: no arm follows the same one in every round."""
     places = torch.randperm(len(names), generator=generator_for(seed, "times", number)).tolist()
     return [names[place] for place in places]
 

@@ -30,7 +30,7 @@ UNCLIPPED = 1e9
 def gradient(
     backbone: Backbone, batch: Batch, plan: Plan, clip_range: float, rule: PartlyClipped
 ) -> tuple[Tensor, Report]:
-    """The gradient of one update from zero, flat, and the report."""
+    """Computes the gradient of one update from zero, flat, and the report."""
     backbone.transformer.zero_grad()
     objective = ClippedSurrogate(clip_range)
     report = accumulate_gradients(
@@ -41,7 +41,7 @@ def gradient(
 
 
 def cosine(a: Tensor, b: Tensor) -> float:
-    """Cosine of two gradients, in fp64."""
+    """Computes the cosine of two gradients, in fp64."""
     return float(torch.cosine_similarity(a.double(), b.double(), dim=0))
 
 
@@ -62,8 +62,8 @@ def measure(
             "unclipped": cosine(gradient(backbone, batch, plan, UNCLIPPED, "keep")[0], free),
         }
         for rule in ("keep", "exact"):
-            found, report = gradient(backbone, batch, plan, clip_range, rule)
-            figures |= {rule: cosine(found, truth), f"{rule} passes": report.passes}
+            estimate, report = gradient(backbone, batch, plan, clip_range, rule)
+            figures |= {rule: cosine(estimate, truth), f"{rule} passes": report.passes}
         yield figures
         gradient(backbone, batch, exact, clip_range, "keep")
         optimizer.step()
@@ -71,7 +71,7 @@ def measure(
 
 
 def half_width(values: np.ndarray) -> float:
-    """Half of the 95 % interval of a mean, by Student's t."""
+    """Computes half of the 95 % interval of a mean, by Student's t."""
     return float(stats.t.ppf(0.975, len(values) - 1) * values.std(ddof=1) / len(values) ** 0.5)
 
 

@@ -27,7 +27,7 @@ from jagg_core.objective import ClippedSurrogate
 from jagg_core.sharding import Sharding
 
 WHOLE = "all"
-"""Block of every parameter when none are told apart."""
+"""Block of every parameter when all are taken together."""
 
 
 @dataclass(frozen=True)
@@ -53,16 +53,16 @@ class CrossTable:
 
     @cached_property
     def gram(self) -> np.ndarray:
-        """Inner products of whole gradients, ``[n, n]``."""
+        """Adds up the blocks: inner products of whole gradients, ``[n, n]``."""
         return np.sum(list(self.grams.values()), axis=0)
 
     @cached_property
     def index(self) -> dict[tuple[int, int], int]:
-        """Position of each pair in `pairs`."""
+        """Returns the position of each pair in `pairs`."""
         return {pair: n for n, pair in enumerate(self.pairs)}
 
     def vector(self, plan: Plan, steps: Sequence[int] | None = None) -> np.ndarray:
-        """The plan's gradient as coefficients over the rows of ``gram``; of contributions of ``steps`` only, if given.
+        """Returns the plan's gradient as coefficients over the rows of ``gram``; of ``steps`` alone, if given.
 
         Raises:
             ValueError: the plan is for other steps, has per-sample weights, or needs a pair that was not collected.
@@ -108,11 +108,11 @@ def collect_table(
     workers: int = 1,
     progress: Callable[[int], None] | None = None,
 ) -> CrossTable:
-    """The cross-gradient table of one on-policy rollout batch: T forwards, one backward per pair.
+    """Computes the cross-gradient table of one on-policy rollout batch: T forwards, one backward per pair.
 
     Plans with predicted knots take their Jacobians elsewhere: each of ``predicted`` adds a row per knot, for one
-    forward and one backward each. Under FSDP2 every rank brings its own samples, and all get the table of the whole
-    batch; plain parameters are differentiated by each process on its own.
+    forward and one backward each. Under FSDP2 every rank brings its part of the samples, and all get the table of
+    the whole batch; plain parameters are differentiated by each process alone.
 
     Args:
         policy: with ``parameters()``.
@@ -125,7 +125,7 @@ def collect_table(
         blocks: label of each parameter, to have inner products per block as well; see
             `analysis.statistics.parameter_kinds`.
         space: ``"exact"`` holds all gradients; ``"projected"`` a random projection of each to ``dimension`` numbers
-            per block, and never more than one gradient beside it; ``"auto"``: exact where it fits.
+            per block, and never more than one further gradient; ``"auto"``: exact where it fits.
         dimension: see `analysis.measure.spaces.ProjectedSpace`.
         workers: see `analysis.measure.gradients.differentiate`.
         progress: called with the number of backwards since the last call.
@@ -171,7 +171,7 @@ def choose_space(
     dimension: int,
     seed: int = 0,
 ) -> Space:
-    """The space for ``count`` gradients: exact where they fit in memory on every rank, unless ``name`` decides.
+    """Chooses the space for ``count`` gradients: exact where they fit in memory on every rank, unless ``name`` decides.
 
     Raises:
         MemoryError: neither fits, or not the one asked for.
@@ -197,12 +197,12 @@ def choose_space(
 
 
 def row_dtype(parameters: Sequence[Tensor]) -> torch.dtype:
-    """What gradients are kept in: at least fp32."""
+    """Returns the dtype that gradients are kept in: at least fp32."""
     return torch.promote_types(parameters[0].dtype, torch.float32)
 
 
 def empty_rows(parameters: Sequence[Tensor], space: Space, count: int) -> Tensor:
-    """Room for ``count`` gradients in a space."""
+    """Makes room for ``count`` gradients in a space."""
     return torch.empty(count, *space.row_shape, dtype=row_dtype(parameters), device=parameters[0].device)
 
 
@@ -217,7 +217,7 @@ def plan_gradients(
     workers: int = 1,
     progress: Callable[[int], None] | None = None,
 ) -> dict[str, Tensor]:
-    """Gradients of several plans on one on-policy rollout batch; knots and equal passes are shared.
+    """Computes gradients of several plans on one on-policy rollout batch; knots and equal passes are shared.
 
     Flat and whole, ``[P]`` (under FSDP2 what this rank holds), or projected to ``dimension`` numbers (see
     `analysis.measure.spaces.ProjectedSpace`).

@@ -27,7 +27,7 @@ class Curves:
         backbone: what is trained.
         backbone_options: of its loader.
         reward: what is trained on.
-        watched: rewards that are evaluated beside: in those that are not trained on over-optimisation shows.
+        watched: rewards that are evaluated as well: in those that are not trained on over-optimisation shows.
         updates: of exact, and those after which rewards are compared.
         longer: the other arms go on for so many times the updates, so that it shows when they reach exact's reward.
         seeds: runs per arm; equal seeds draw the same prompts and noise in every arm.
@@ -89,13 +89,13 @@ class Curves:
         self.config(known["exact"], self.seed)
 
     def estimators(self) -> dict[str, PlanSettings]:
-        """Estimators by the name of their arm.
+        """Returns estimators by the name of their arm.
 
         Exact and the paper's scheme run as published: a forward of every step, a backward per step or group. The others
         take upstream gradients in closed form, on policy.
         """
         jagg = PlanSettings(estimator="jagg", window=4, upstream="autograd", backward="joint")
-        found = {
+        arms = {
             "exact": PlanSettings(upstream="autograd", backward="sequential"),
             "paper-0.6": jagg,
             "paper-1.0": replace(jagg, jagg_frac=1.0),
@@ -103,17 +103,17 @@ class Curves:
             "subsample-8": PlanSettings(estimator="subsample", passes=8),
         }
         for passes in (8, 5, 2) if self.calibration else ():
-            found[f"causal-{passes}"] = PlanSettings(
+            arms[f"causal-{passes}"] = PlanSettings(
                 estimator="causal", passes=passes, predict=True, calibration=self.calibration
             )
-        return found
+        return arms
 
     def last_update(self, arm: str) -> int:
-        """After which an arm ends."""
+        """Returns the update after which an arm ends."""
         return self.updates if arm == "exact" else round(self.updates * self.longer)
 
     def config(self, estimator: PlanSettings, seed: int) -> GRPOConfig:
-        """The training run of an arm."""
+        """Makes the settings of the training run of an arm."""
         return GRPOConfig(
             model=ModelSettings(self.backbone, self.backbone_options),
             rollout=RolloutSettings(

@@ -1,4 +1,4 @@
-"""Passes: Jacobian-vector products of a policy beside ``.grad``, several upstream gradients from one forward.
+"""Passes: Jacobian-vector products of a policy that leave ``.grad`` alone, several upstream gradients from one forward.
 
 Nothing here touches ``.grad``, the global random state or train/eval mode.
 """
@@ -42,26 +42,26 @@ class Pass:
 
     @property
     def site(self) -> tuple[int, int, float | None]:
-        """Equal for passes that can share a forward."""
+        """Identifies the forward: equal for passes that can share one."""
         return id(self.trajectory), self.step, self.sigma
 
 
 def trained_parameters(policy: VelocityPolicy) -> list[Tensor]:
-    """The policy's parameters that require gradients.
+    """Returns the policy's parameters that require gradients.
 
     Raises:
         ValueError: the policy does not show them, or none requires gradients.
     """
-    found = [p for p in getattr(policy, "parameters", list)() if p.requires_grad]
-    if not found:
+    trained = [p for p in getattr(policy, "parameters", list)() if p.requires_grad]
+    if not trained:
         raise ValueError("policy: needs parameters() with at least one that requires gradients, got none")
-    return found
+    return trained
 
 
 def on_policy_upstream(
     policy: VelocityPolicy, trajectory: Trajectory, advantages: Tensor, objective: ClippedSurrogate
 ) -> list[Tensor]:
-    """Closed-form upstream gradients ``s_j`` [B, *D] of every step.
+    """Computes the closed-form upstream gradients ``s_j`` [B, *D] of every step.
 
     Raises:
         OffPolicyError: the policy's weights are not the rollout's, here or on another rank.
@@ -76,10 +76,10 @@ def on_policy_upstream(
 def plan_passes(
     plans: Sequence[Plan], trajectory: Trajectory, upstream: Sequence[Tensor]
 ) -> tuple[list[Pass], np.ndarray]:
-    """The distinct passes of several plans, and how they add up to the plans' gradients, ``[plans, passes]``.
+    """Lists the distinct passes of several plans, and how they add up to the plans' gradients, ``[plans, passes]``.
 
     Passes whose weights differ by a factor are one pass. A plan with per-sample weights has as many passes as its
-    busiest sample has knots: each sample brings its own knot to a pass.
+    busiest sample has knots: each sample brings a knot to a pass.
 
     Raises:
         ValueError: a plan for other steps or samples.
@@ -125,23 +125,23 @@ def _per_sample_passes(plan: Plan, trajectory: Trajectory, upstream: Sequence[Te
         )
     fed = (plan.weights != 0).any(-1)
     count = int(fed.sum(-1).max())
-    # every sample's own knots first, in order; idle ones fill up with weights of zero
+    # a sample's knots come first, in order; idle ones fill up with weights of zero
     order = torch.sort((~fed).to(torch.int8), dim=-1, stable=True).indices[:, :count].sort(dim=-1).values
     steps = torch.tensor(plan.knots)[order]
     weights = plan.weights.gather(1, order[..., None].expand(-1, -1, plan.steps)).to(upstream[0])
     stacked = torch.stack(list(upstream), dim=1)
-    own = trajectory.select(steps)
-    return [Pass(own, slot, torch.einsum("bt,bt...->b...", weights[:, slot], stacked)) for slot in range(count)]
+    selected = trajectory.select(steps)
+    return [Pass(selected, slot, torch.einsum("bt,bt...->b...", weights[:, slot], stacked)) for slot in range(count)]
 
 
 def check_steps(plan: Plan, steps: int) -> None:
-    """Raise ValueError unless the plan is for ``steps`` steps."""
+    """Raises ValueError unless the plan is for ``steps`` steps."""
     if plan.steps != steps:
         raise ValueError(f"plan {plan.name!r} must have weights [K, {steps}], got {list(plan.weights.shape)}")
 
 
 def check_shared(plan: Plan, steps: int) -> None:
-    """Raise ValueError unless the plan is for ``steps`` steps, with weights that all samples share."""
+    """Raises ValueError unless the plan is for ``steps`` steps, with weights that all samples share."""
     shared = plan.weights.ndim == 2 and (plan.knot_sigmas is None or plan.knot_sigmas.ndim == 1)
     if plan.steps != steps or not shared:
         raise ValueError(f"plan {plan.name!r} must have weights [K, {steps}], got {list(plan.weights.shape)}")
@@ -156,7 +156,7 @@ def differentiate(
     workers: int = 1,
     progress: Callable[[int], None] | None = None,
 ) -> None:
-    """Encode every pass's gradient into its row of ``rows``: a forward per site, a backward per pass.
+    """Encodes every pass's gradient into its row of ``rows``: a forward per site, a backward per pass.
 
     ``workers`` sites are differentiated at a time, each with its share of the cores: at small sizes threads serve
     passes better than matrices. Sharded parameters go one by one, for their collectives must keep in step.
@@ -170,29 +170,29 @@ def differentiate(
     for n, one in enumerate(passes):
         sites.setdefault(one.site, []).append(n)
 
-    def work(own: list[int], check: bool = False) -> None:
-        first = passes[own[0]]
+    def work(members: list[int], check: bool = False) -> None:
+        first = passes[members[0]]
         moved = None if first.sigma is None else torch.tensor(first.sigma, dtype=torch.float64)
         rows_of = first.trajectory.rows.to(first.trajectory.latents.device)
         with torch.enable_grad():
             velocity = policy.velocity(*first.trajectory.site(first.step, moved), rows_of)
         if check:
             _refuse_reentrant(velocity)
-        upstream = [passes[n].upstream.to(velocity.dtype) for n in own]
+        upstream = [passes[n].upstream.to(velocity.dtype) for n in members]
 
-        def keep(some: slice, found: Gradients) -> None:
+        def keep(some: slice, gradients: Gradients) -> None:
             """Rows may lie apart; where they do not, they are written in place."""
-            where = own[some]
+            where = members[some]
             if where == list(range(where[0], where[-1] + 1)):
-                space.encode(found, rows[where[0] : where[-1] + 1])
+                space.encode(gradients, rows[where[0] : where[-1] + 1])
             else:
                 together = torch.empty_like(rows[where])
-                space.encode(found, together)
+                space.encode(gradients, together)
                 rows[where] = together
 
         pull_back(velocity, parameters, upstream, sharding, keep)
         if progress is not None:
-            progress(len(own))
+            progress(len(members))
 
     first, *others = sites.values()
     device = rows.device
@@ -200,8 +200,8 @@ def differentiate(
         work(first, check=True)
         _refuse_gathered(parameters, trained_parameters(policy))
         if workers == 1 or sharding.mesh is not None:
-            for own in others:
-                work(own)
+            for members in others:
+                work(members)
             return
         with _shared_cores(workers), ThreadPoolExecutor(workers) as pool:
             list(pool.map(work, others))
@@ -214,7 +214,7 @@ def pull_back(
     sharding: Sharding,
     use: Callable[[slice, Gradients], None],
 ) -> None:
-    """Call ``use(some, gradients)`` for stretches of the upstream gradients that together are all of them.
+    """Calls ``use(some, gradients)`` for stretches of the upstream gradients that together are all of them.
 
     Small gradients (`AT_ONCE_BYTES`) are taken several at a time, which a CPU does in half the time; of larger ones
     there is never more than one.
@@ -229,7 +229,7 @@ def pull_back(
         some = upstream[done : done + at_once]
         last = done + len(some) == len(upstream)
         try:
-            found = torch.autograd.grad(
+            gradients = torch.autograd.grad(
                 velocity,
                 parameters,
                 torch.stack(list(some)) if len(some) > 1 else some[0],
@@ -242,8 +242,8 @@ def pull_back(
                 raise
             at_once = 1  # an operation of this model's backward cannot be batched
             continue
-        use(slice(done, done + len(some)), [None if g is None else g.reshape(len(some), -1) for g in found])
-        del found
+        use(slice(done, done + len(some)), [None if g is None else g.reshape(len(some), -1) for g in gradients])
+        del gradients
         done += len(some)
 
 
@@ -254,7 +254,7 @@ def _pull_back_shards(
     sharding: Sharding,
     use: Callable[[slice, Gradients], None],
 ) -> None:
-    """The graph of FSDP2 ends in gathered parameters: gradients come out of its hooks, as means over ranks."""
+    """Pulls back one by one: the graph of FSDP2 ends in gathered parameters, and its hooks give means over ranks."""
     for n, one in enumerate(upstream):
         torch.autograd.backward(velocity, one, retain_graph=n < len(upstream) - 1)
         local: Gradients = []
@@ -292,7 +292,7 @@ def _shared_cores(workers: int) -> Iterator[None]:
 
 
 def _refuse_gathered(before: Sequence[Tensor], after: Sequence[Tensor]) -> None:
-    """Raise ValueError if a backward has put other parameters in place.
+    """Raises ValueError if a backward has put other parameters in place.
 
     FSDP2 leaves the root gathered after a forward. A module then shows plain parameters, and gradients with respect to
     them would silently be those of this rank's samples.
@@ -305,12 +305,12 @@ def _refuse_gathered(before: Sequence[Tensor], after: Sequence[Tensor]) -> None:
 
 
 def _refuse_reentrant(velocity: Tensor) -> None:
-    """Raise ValueError if reentrant checkpointing is in the graph.
+    """Raises ValueError if reentrant checkpointing is in the graph.
 
     ``autograd.grad`` often raises there itself, but where no trained parameter comes before the first checkpoint (LoRA
     inside the blocks) it finds no path to those inside, and they would silently get no gradient.
     """
     if has_reentrant_checkpointing(velocity):
         raise ValueError(
-            "activation checkpointing must be non-reentrant (use_reentrant=False) for gradients beside .grad"
+            "activation checkpointing must be non-reentrant (use_reentrant=False) for gradients outside .grad"
         )

@@ -19,7 +19,7 @@ from tqdm import tqdm
 from analysis.measure import estimators
 from analysis.measure.cache import Arrays, Store
 from analysis.measure.cross_table import CrossTable, collect_table, plan_gradients, reachable_pairs
-from analysis.measure.estimators import Estimator, mean_of_draws
+from analysis.measure.estimators import NamedPlan, mean_of_draws
 from analysis.measure.knot_search import Knots, KnotSearch, searched
 from analysis.measure.rollouts import Batch, check_prompts, make_batch, rollout_seed
 from analysis.measure.similarity import Similarity, cross_cosines, similarity, similarity_from_products
@@ -41,7 +41,7 @@ from jagg_core.trajectory import policy_signature, weights_version
 
 PARETO_PASSES = range(4, 15)
 TABLE_FORMAT = 1
-"""Of stored tables; another number makes them anew."""
+"""Of stored tables; another number makes them again."""
 
 REPRODUCIBLE = {"float64": 1e-9, "float32": 1e-5, "bfloat16": 1e-2, "float16": 1e-2}
 """Largest relative difference of an exact gradient that is computed twice, by dtype of the model."""
@@ -52,7 +52,7 @@ class NotReproducible(ValueError):
 
 
 def fresh_lora_note(backbone: Backbone) -> str:
-    """What a calibration of a LoRA that was not trained yet leaves out; empty for other backbones."""
+    """Says what a calibration of an untrained LoRA leaves out; empty for other backbones."""
     ends = [p for name, p in backbone.transformer.named_parameters() if "lora_B" in name and p.requires_grad]
     if not ends or any(bool(p.detach().any()) for p in ends):
         return ""
@@ -86,11 +86,11 @@ class Job:
             tqdm.write(f"note: {note}", file=sys.stderr)
         policy = self.backbone.policy(self.backbone.prompts[:1], recipe.guidance)
         self.blocks = parameter_blocks(policy, self.backbone.transformer)
-        told = policy_signature(policy)
-        self.signature = {k: v for k, v in told.items() if k != "prompts"}
+        signature = policy_signature(policy)
+        self.signature = {k: v for k, v in signature.items() if k != "prompts"}
         # names of rewards and prompts alone would let a changed one read the tables of the old
         self.inputs = {
-            "first prompt": told.get("prompts"),  # holds what it was encoded with
+            "first prompt": signature.get("prompts"),  # holds what it was encoded with
             **fingerprints_of(self.backbone, settings.backbone),
             **reward_fingerprints(settings.reward, self.reward),
         }
@@ -110,20 +110,20 @@ class Job:
         )
 
     def batch(self, eta: float, purpose: str, number: int, recipe: Recipe | None = None) -> Batch:
-        """A rollout batch; its seed goes into the record."""
+        """Makes a rollout batch; its seed goes into the record."""
         recipe = recipe or self.settings.recipe
         self.note_seed(eta, purpose, number, recipe)
         return make_batch(self.backbone, self.reward, recipe, eta, purpose, number)
 
     def note_seed(self, eta: float, purpose: str, number: int, recipe: Recipe) -> None:
-        """Put the seed of a batch into the record."""
+        """Puts the seed of a batch into the record."""
         seed = rollout_seed(recipe, eta, purpose, number)
         seeds = self.record.seeds.setdefault(f"{purpose} eta={eta:g}", [])
         if seed not in seeds:
             seeds.append(seed)
 
     def key(self, eta: float, recipe: Recipe, **more: Any) -> dict[str, Any]:
-        """What numbers of rollouts depend on."""
+        """Returns what numbers of rollouts depend on."""
         return {
             "backbone": self.backbone.name,
             "weights": self.weights,
@@ -139,7 +139,7 @@ class Job:
         }
 
     def tables(self, eta: float, purpose: str, predicted: Sequence[Plan] = ()) -> list[CrossTable]:
-        """Cross-gradient tables of the rollout batches of a purpose; those without any advantage are left out.
+        """Returns cross-gradient tables of the rollout batches of a purpose; those without any advantage are left out.
 
         Raises:
             ValueError: no batch had any advantage.
@@ -147,7 +147,7 @@ class Job:
         settings = self.settings
         count = settings.batches(purpose, eta)
         passes = len(self.sigmas) ** 2 + sum(plan.passes for plan in predicted)
-        found: list[CrossTable] = []
+        tables: list[CrossTable] = []
         with tqdm(total=count * passes, desc=f"{purpose} rollouts, eta {eta:g}", unit="pass") as bar:
             for number in range(count):
 
@@ -176,13 +176,13 @@ class Job:
                 arrays = self.store.get(f"{purpose}-{number}", self.key(eta, settings.recipe, **more), collect)
                 bar.update((number + 1) * passes - bar.n)
                 if arrays["grams"].size:
-                    found.append(table_from(arrays, len(self.sigmas), knots))
-        if not found:
+                    tables.append(table_from(arrays, len(self.sigmas), knots))
+        if not tables:
             raise ValueError(f"none of the {count} {purpose} batches has any advantage: the reward does not vary")
-        return found
+        return tables
 
     def check_reference(self, eta: float) -> None:
-        """How well the exact gradient is known: computed again, and from half batches, which rounds differently.
+        """Checks how well the exact gradient is known: computed again, and from half batches, which rounds differently.
 
         Raises:
             NotReproducible: the gradient is zero or not finite, or the same computation gives another one (dropout, for
@@ -198,9 +198,9 @@ class Job:
                 total = torch.zeros(())
                 with torch.random.fork_rng():
                     torch.manual_seed(seed)  # active dropout shows only under another seed
-                    for part, own in zip(batch.trajectory.split(size), advantages.split(size), strict=True):
-                        found = plan_gradients(batch.policy, part, own, self.objective, plans, workers=self.workers)
-                        total = total + found["exact"]
+                    for part, share in zip(batch.trajectory.split(size), advantages.split(size), strict=True):
+                        parts = plan_gradients(batch.policy, part, share, self.objective, plans, workers=self.workers)
+                        total = total + parts["exact"]
                 return total
 
             whole = gradient(len(advantages), 0)
@@ -211,11 +211,11 @@ class Job:
         self.save()
         limit = REPRODUCIBLE[self.settings.dtype]
         if largest is not None and not 0 < largest < math.inf:
-            found, cause = "not finite", "a velocity or its derivative overflows"
+            what, cause = "not finite", "a velocity or its derivative overflows"
             if largest == 0:
-                found, cause = "zero", "the velocity depends on no trained parameter (a last layer that begins at 0?)"
+                what, cause = "zero", "the velocity depends on no trained parameter (a last layer that begins at 0?)"
             raise NotReproducible(
-                f"the exact gradient of {self.backbone.name} is {found}, so there is nothing to compare with: {cause}"
+                f"the exact gradient of {self.backbone.name} is {what}, so there is nothing to compare with: {cause}"
             )
         if again is not None and (again.rel_error is None or again.rel_error > limit):
             raise NotReproducible(
@@ -224,7 +224,7 @@ class Job:
             )
 
     def search_knots(self, eta: float) -> Knots | None:
-        """Best knots on calibration rollouts; None if that failed."""
+        """Searches the best knots on calibration rollouts; None if that failed."""
         knots: Knots = {}
         with recorded(self.record.cells, f"eta={eta:g}/knots", eta=eta) as cell:
             tables = self.tables(eta, "calibration")
@@ -243,10 +243,10 @@ class Job:
         self.save()
         return knots if len(knots) == len(searched()) else None
 
-    def evaluate(self, eta: float, knots: Knots, more: Sequence[Estimator] = ()) -> None:
-        """A cell per estimator: similarity to exact on held-out rollouts, whole update, every group and block.
+    def evaluate(self, eta: float, knots: Knots, more: Sequence[NamedPlan] = ()) -> None:
+        """Adds a cell per estimator: similarity to exact on held-out rollouts, whole update, every group and block.
 
-        The paper's rule is judged at every window. ``more``: estimators beside those of `analysis.measure.estimators`.
+        The paper's rule is judged at every window. ``more``: further estimators.
         """
         settings = self.settings
         tables: list[CrossTable] = []
@@ -279,23 +279,23 @@ class Job:
         self.save()
 
     def test_leak(self, eta: float, knots: Knots, batches: int) -> None:
-        """Gradients with all advantages 1, of one estimator of every kind: is their mean zero within its noise?"""
+        """Tests one estimator of every kind for its leak: with all advantages 1 the mean gradient should be zero."""
         settings = self.settings
         seed = derive_seed(settings.recipe.seed, "leak", "subsample")
-        suspects = estimators.leak_suspects(self.sigmas, settings.windows, settings.jagg_frac, knots, seed)
-        gradients: dict[str, list[torch.Tensor]] = {e.name: [] for e in suspects}
+        tested = estimators.leak_plans(self.sigmas, settings.windows, settings.jagg_frac, knots, seed)
+        gradients: dict[str, list[torch.Tensor]] = {e.name: [] for e in tested}
         with recorded(self.record.cells, f"eta={eta:g}/leak", eta=eta):
             for number in tqdm(range(batches), desc=f"leak test, eta {eta:g}", unit="batch"):
                 batch = self.batch(eta, "leak", number)
                 ones = torch.ones_like(batch.advantages)
-                plans = {e.name: e.plans_of(number)[0] for e in suspects}
-                found = plan_gradients(
+                plans = {e.name: e.plans_of(number)[0] for e in tested}
+                by_plan = plan_gradients(
                     batch.policy, batch.trajectory, ones, self.objective, plans, workers=self.workers
                 )
-                for name, gradient in found.items():
+                for name, gradient in by_plan.items():
                     gradients[name].append(gradient)
         if self.record.cells[-1].status == "ok":
-            for estimator in suspects:
+            for estimator in tested:
                 name = f"eta={eta:g}/leak/{estimator.name}"
                 with recorded(self.record.cells, name, **estimator.describe(), eta=eta) as cell:
                     gram = gram_matrix(torch.stack(gradients[estimator.name]))
@@ -305,7 +305,7 @@ class Job:
         self.save()
 
     def contact_sheet(self) -> None:
-        """Write one SDE rollout batch as a picture, a row per prompt."""
+        """Writes one SDE rollout batch as a picture, a row per prompt."""
         eta = self.settings.etas[0]
         with recorded(self.record.cells, "samples", eta=eta) as cell:
             batch = self.batch(eta, "evaluation", 0)
@@ -316,12 +316,12 @@ class Job:
         self.save()
 
     def save(self) -> None:
-        """Write the record as it is now."""
+        """Writes the record as it is now."""
         self.record.write(self.out / "record.json")
 
 
-def judge(tables: list[CrossTable], estimator: Estimator, windows: tuple[int, ...]) -> dict[str, list[float | None]]:
-    """Raw samples, one per rollout batch: each metric of the whole update, and of each group of each window."""
+def judge(tables: list[CrossTable], estimator: NamedPlan, windows: tuple[int, ...]) -> dict[str, list[float | None]]:
+    """Computes each metric of the whole update and of each group of each window, one value per rollout batch."""
     parts: dict[str, range | None] = {"": None}
     for window in windows:
         for number, group in enumerate(groups_of(tables[0].steps, window)):
@@ -329,37 +329,37 @@ def judge(tables: list[CrossTable], estimator: Estimator, windows: tuple[int, ..
     samples: dict[str, list[float | None]] = {}
     for prefix, steps in parts.items():
         for number, table in enumerate(tables):
-            found = [similarity(table, plan, steps) for plan in estimator.plans_of(number)]
+            similarities = [similarity(table, plan, steps) for plan in estimator.plans_of(number)]
             for metric in METRICS:
-                value = mean_of_draws([getattr(f, metric) for f in found])
+                value = mean_of_draws([getattr(one, metric) for one in similarities])
                 samples.setdefault(prefix + metric, []).append(value)
     return samples
 
 
-def judge_blocks(tables: list[CrossTable], estimator: Estimator) -> dict[str, list[float | None]]:
-    """Raw samples of the whole update, one per rollout batch, in each block of parameters alone."""
+def judge_blocks(tables: list[CrossTable], estimator: NamedPlan) -> dict[str, list[float | None]]:
+    """Computes raw samples of the whole update, one per rollout batch, in each block of parameters alone."""
     samples: dict[str, list[float | None]] = {}
     for block in ordered_blocks(list(tables[0].grams)) if len(tables[0].grams) > 1 else ():
         for number, table in enumerate(tables):
-            found = [similarity(table, plan, block=block) for plan in estimator.plans_of(number)]
+            similarities = [similarity(table, plan, block=block) for plan in estimator.plans_of(number)]
             for metric in METRICS:
-                value = mean_of_draws([getattr(f, metric) for f in found])
+                value = mean_of_draws([getattr(one, metric) for one in similarities])
                 samples.setdefault(f"block.{block}.{metric}", []).append(value)
     return samples
 
 
 def cross_values(tables: list[CrossTable]) -> dict[str, Any]:
-    """Mean cosine of every ``C[i, j]`` to ``C[j, j]`` over the tables, None where it is undefined in all of them."""
-    found = np.stack([cross_cosines(table) for table in tables])
-    defined = ~np.isnan(found)
+    """Computes the mean cosine of every ``C[i, j]`` to ``C[j, j]`` over the tables; None where all are undefined."""
+    cosines = np.stack([cross_cosines(table) for table in tables])
+    defined = ~np.isnan(cosines)
     count = defined.sum(0)
-    total = np.where(defined, found, 0.0).sum(0)
+    total = np.where(defined, cosines, 0.0).sum(0)
     rows = [[float(t / n) if n else None for t, n in zip(*row, strict=True)] for row in zip(total, count, strict=True)]
     return {"cosine": rows, "batches": len(tables)}
 
 
 def table_arrays(table: CrossTable) -> Arrays:
-    """What a store keeps of a table: upper triangles of its Gram matrices, and what tells its rows."""
+    """Returns what a store keeps of a table: upper triangles of its Gram matrices, and what its rows are."""
     upper = np.triu_indices(len(table.gram))
     return {
         "grams": np.stack([gram[upper] for gram in table.grams.values()]),
@@ -370,7 +370,7 @@ def table_arrays(table: CrossTable) -> Arrays:
 
 
 def table_from(arrays: Arrays, steps: int, predicted: Sequence[tuple[int, ...]]) -> CrossTable:
-    """The table, of every pair, that `table_arrays` was made of."""
+    """Makes the table of every pair that `table_arrays` was given."""
     pairs = reachable_pairs(steps)
     size = len(pairs) + arrays["combine"].shape[1]
     grams = {}
@@ -383,7 +383,7 @@ def table_from(arrays: Arrays, steps: int, predicted: Sequence[tuple[int, ...]])
 
 
 def _accuracy(tables: list[CrossTable]) -> dict[str, Any]:
-    """How exact the inner products are."""
+    """Returns how exact the inner products are."""
     dimension = tables[0].dimension
     if dimension is None:
         return {"inner_products": "exact"}

@@ -44,7 +44,7 @@ class KnotSearch:
         self._known: dict[tuple[int, ...], float] = {}
 
     def score(self, knots: Sequence[int]) -> float:
-        """Mean cosine to exact over the tables; minus infinity if a table lacks a pair that the plan needs."""
+        """Computes the mean cosine to exact over the tables; minus infinity if a table lacks a pair of the plan."""
         key = tuple(knots)
         if key not in self._known:
             plan = self.make(self.sigmas, key)
@@ -55,24 +55,24 @@ class KnotSearch:
                 return -np.inf
             cosines = []
             for table, exact_gram, norm in zip(self.tables, self.exact_gram, self.exact_norm, strict=True):
-                own = float(vector @ table.gram @ vector) ** 0.5
-                cosines.append(float(vector @ exact_gram) / (own * norm) if own * norm > 0 else 0.0)
+                length = float(vector @ table.gram @ vector) ** 0.5
+                cosines.append(float(vector @ exact_gram) / (length * norm) if length * norm > 0 else 0.0)
             # to ten decimals: which of two equal choices is taken must not hang on the last bit
             self._known[key] = round(float(np.mean(cosines)), 10)
         return self._known[key]
 
     def search(self) -> dict[int, tuple[int, ...]]:
-        """Knots for every number of passes from T down to the fewest that the tables can judge."""
+        """Returns knots for every number of passes from T down to the fewest that the tables can judge."""
         steps = self.tables[0].steps
         knots = tuple(range(steps))
-        found = {steps: knots}
+        best = {steps: knots}
         for passes in range(steps - 1, 0, -1):
             candidates = [tuple(k for k in knots if k != drop) for drop in knots[1:]]
             knots = self._improve(max(candidates, key=self.score))
             if self.score(knots) == -np.inf:
                 break
-            found[passes] = knots
-        return found
+            best[passes] = knots
+        return best
 
     def _improve(self, knots: tuple[int, ...]) -> tuple[int, ...]:
         free = range(1, self.tables[0].steps)

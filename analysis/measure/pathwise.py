@@ -17,7 +17,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from analysis.measure.cache import Arrays
-from analysis.measure.estimators import Estimator, exact, predicted, with_knots
+from analysis.measure.estimators import NamedPlan, exact, predicted, with_knots
 from analysis.measure.gradients import on_policy_upstream
 from analysis.measure.job import Job
 from analysis.measure.knot_search import Knots
@@ -36,6 +36,9 @@ from jagg_core.seeding import initial_latents
 SCORE = "score"
 """Of a cell's name: the exact gradient by the score function, on the batches of the pathwise ones."""
 
+POWER_BATCHES = 8
+"""The first batches, on which the power of plans' policy gradients is measured: noise power is known from few."""
+
 
 @dataclass(frozen=True)
 class PathwiseRows:
@@ -53,13 +56,16 @@ class PathwiseRows:
     norms: Tensor
 
 
-def pathwise_plans(sigmas: Tensor, knots: Knots) -> list[Estimator]:
-    """Exact, then the plans with searched knots that do not look ahead, as they are and shifted, many passes first."""
+def pathwise_plans(sigmas: Tensor, knots: Knots, shifted: Sequence[int]) -> list[NamedPlan]:
+    """Lists exact, then plans that do not look ahead: every number of passes as it is, ``shifted`` ones shifted too.
+
+    Plans on the same states share passes; shifted knots are states that no other plan has, so each costs a forward.
+    """
     chosen = [exact(sigmas)]
     for family in (e.name for e in estimators(searched=True, looks_ahead=False) if e.name in knots):
         counts = sorted((k for k in knots[family] if k < sigmas.shape[-1]), reverse=True)
         chosen += [with_knots(sigmas, family, knots[family][k]) for k in counts]
-        chosen += predicted(sigmas, knots, counts) if family == "causal" else []
+        chosen += predicted(sigmas, knots, [k for k in counts if k in shifted]) if family == "causal" else []
     return chosen
 
 
@@ -105,7 +111,7 @@ def pathwise_rows(
     value: Callable[[Tensor], Tensor],
     slopes: Tensor,
     objective: ClippedSurrogate,
-    chosen: Sequence[Estimator],
+    chosen: Sequence[NamedPlan],
     powered: set[str],
     dimension: int,
     seed: int,
@@ -140,10 +146,10 @@ def pathwise_rows(
     if not torch.isfinite(rows).all():
         raise FloatingPointError("a gradient is not finite")
     powers = torch.full((len(chosen),), torch.nan, dtype=torch.float64)
-    own = rows[len(chosen) :].double().square().sum(1).cpu()
+    squares = rows[len(chosen) :].double().square().sum(1).cpu()
     for place, estimator in enumerate(chosen):
         if estimator.name in powered:
-            powers[place] = own[[e.name for e in by_score].index(estimator.name)]
+            powers[place] = squares[[e.name for e in by_score].index(estimator.name)]
     of_exact = len(chosen) + [e.name for e in by_score].index(chosen[0].name)
     return PathwiseRows(torch.cat([rows[: len(chosen)], rows[of_exact, None]]), powers, adjoint.norms)
 
@@ -170,24 +176,25 @@ def measure_pathwise(
         powered: passes of the plans whose policy gradient is taken as well, for its noise.
         projection: dimension and seed, shared by all batches.
     """
-    plans = pathwise_plans(job.sigmas, knots)
+    plans = pathwise_plans(job.sigmas, knots, powered)
     names = {"exact", *(f"causal{kind}-{k}" for kind in ("", "-predicted") for k in powered)}
     dimension, seed = projection
     proxy = {} if reward is job.reward else reward_fingerprints(reward.name, reward)
     banks: list[Arrays] = []
     with recorded(job.record.cells, f"eta={eta:g}/pathwise", eta=eta, reward=reward.name, proxy=bool(proxy)) as cell:
         for number in tqdm(range(batches), desc=f"pathwise gradients, eta {eta:g}", unit="batch"):
+            asked = names if number < POWER_BATCHES else {"exact"}
 
-            def make(number: int = number) -> Arrays:
+            def make(number: int = number, asked: set[str] = asked) -> Arrays:
                 batch = make_batch(job.backbone, reward, recipe, eta, "pathwise", number)
                 value = differentiable(reward, job.backbone.decode, batch.prompts)
                 slopes = slopes_of(batch, recipe.samples, job.objective)
-                made = pathwise_rows(batch, value, slopes, job.objective, plans, names, dimension, seed, job.workers)
+                made = pathwise_rows(batch, value, slopes, job.objective, plans, asked, dimension, seed, job.workers)
                 return {name: tensor.cpu().numpy() for name, tensor in vars(made).items()}
 
             job.note_seed(eta, "pathwise", number, recipe)
             more = {"purpose": "pathwise", "number": number, "dimension": dimension, "projection": seed}
-            more |= {"plans": [e.key for e in plans], "powered": sorted(names), "proxy": proxy}
+            more |= {"plans": [e.key for e in plans], "powered": sorted(asked), "proxy": proxy}
             banks.append(job.store.get(f"pathwise-{number}", job.key(eta, recipe, **more), make))
         norms = np.sqrt(np.mean([bank["norms"] ** 2 for bank in banks], axis=0))
         cell.values = {"batches": batches, "samples_per_batch": recipe.batch, "dimension": dimension}
@@ -196,7 +203,7 @@ def measure_pathwise(
         _add_products(job, eta, plans, banks)
 
 
-def _add_products(job: Job, eta: float, plans: Sequence[Estimator], banks: Sequence[Arrays]) -> None:
+def _add_products(job: Job, eta: float, plans: Sequence[NamedPlan], banks: Sequence[Arrays]) -> None:
     """Puts the inner products of every estimator into the record, exact's by the score function last."""
     exact_rows = np.stack([bank["rows"][0] for bank in banks])
     for place, estimator in enumerate([*plans, plans[0]]):
@@ -206,6 +213,6 @@ def _add_products(job: Job, eta: float, plans: Sequence[Estimator], banks: Seque
         with recorded(job.record.cells, f"eta={eta:g}/pathwise/{name}", **about) as cell:
             rows = np.stack([bank["rows"][place] for bank in banks])
             cell.samples = stored_products(products(rows, exact_rows), of_exact=place == 0)
-            powers = [] if last else [float(bank["powers"][place]) for bank in banks]
+            powers = [] if last else [float(bank["powers"][place]) for bank in banks[:POWER_BATCHES]]
             if powers and not np.isnan(powers).any():
                 cell.samples["score_powers"] = [float(f"{power:.6g}") for power in powers]

@@ -1,4 +1,4 @@
-"""Knots for the policy of today, searched during training."""
+"""Knots for the policy as it is, searched during training."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from jagg_core.grpo.plans import make_plan
 from jagg_core.grpo.trainer import Recalibration
 
 REACH = 12
-"""Steps that a knot is held against after its own: a table has about ``T (REACH + 1)`` backwards."""
+"""Steps that a knot is compared with after its step: a table has about ``T (REACH + 1)`` backwards."""
 
 
 def causal_knots(trainer: GRPOTrainer) -> Recalibration:
-    """The best causal knots, as many as the trainer's plan has, on one rollout batch of the policy as it is.
+    """Searches the best causal knots, as many as the trainer's plan has, on one rollout batch of the policy as it is.
 
     Costs a backward per pair of steps within `REACH`. Under FSDP2 called on every rank.
 
@@ -30,11 +30,11 @@ def causal_knots(trainer: GRPOTrainer) -> Recalibration:
         if on_any_rank(bool(advantages.any()), advantages.device)  # where weights are sharded all take part
     ]
     search = KnotSearch(tables, sigmas, causal_plan)
-    found = search.search().get(len(before))
-    if found is None:
+    searched = search.search().get(len(before))
+    if searched is None:
         raise ValueError(
             f"recalibrate: {len(before)} knots of {len(sigmas)} steps cannot be judged within {REACH} steps"
         )
     # a search goes down from all steps and may miss what is already in use
-    best = max((found, before), key=search.score)
+    best = max((searched, before), key=search.score)
     return Recalibration(best, search.score(before), search.score(best))

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 from analysis.measure import shipped
-from analysis.measure.estimators import Estimator
+from analysis.measure.estimators import NamedPlan
 from analysis.measure.job import Job
 from analysis.measure.study import Reproduce
 from jagg_core.environment import command_line
@@ -30,7 +30,7 @@ OUTPUTS = (
 
 
 def run(settings: Reproduce, out: Path) -> Record:
-    """Run the job and write ``out/record.json`` and one ``out/speed-NAME.json`` per timed backbone.
+    """Runs the job and writes ``out/record.json`` and one ``out/speed-NAME.json`` per timed backbone.
 
     Every cell that fails is recorded as failed, the others still run. A run that ``out`` already holds is replaced: its
     files go before the first new one is written, so that a run that is killed leaves no mixture. Returns the record.
@@ -56,22 +56,22 @@ def run(settings: Reproduce, out: Path) -> Record:
     return job.record
 
 
-def _shipped_plans(job: Job, eta: float) -> list[Estimator]:
+def _shipped_plans(job: Job, eta: float) -> list[NamedPlan]:
     """Plans of the calibration that comes with the project; what it recommends goes into the record."""
-    found: list[Estimator] = []
+    plans: list[NamedPlan] = []
     cells: list[Cell] = []
     with recorded(cells, f"eta={eta:g}/shipped", eta=eta) as cell:
         calibrated = shipped.read(job.backbone.name, eta, job.sigmas, job.settings.made_with(eta))
         if calibrated is None:
             return []
-        found = shipped.estimators(calibrated, job.sigmas)
+        plans = shipped.estimators(calibrated, job.sigmas)
         cell.values = {key: calibrated.get(key, {}) for key in ("recommended", "seeds")}
     job.record.cells += cells
-    return found
+    return plans
 
 
 def time_groups(settings: Reproduce, out: Path) -> None:
-    """Time one group of steps, each backbone in a process of its own, so that nothing else disturbs it."""
+    """Times one group of steps, each backbone in a process that has nothing else, so that nothing else disturbs it."""
     for name in dict.fromkeys((settings.backbone, *settings.speed_backbones)):
         target = out / f"speed-{name}.json"
         command = [sys.executable, "-m", "bench", "group", "--backbone", name, "--out", str(target)]

@@ -30,7 +30,7 @@ NOT_REACHED = "the run ended before this cell"
 
 
 def run(settings: Curves, out: Path) -> Record:
-    """Train every arm with every seed; arms take turns at every update. Written after every seed.
+    """Trains every arm with every seed; arms take turns at every update. Written after every seed.
 
     Seeds that ``out`` holds already, of the same settings but for ``seeds`` and ``workers``, are not run again.
 
@@ -62,7 +62,7 @@ def run(settings: Curves, out: Path) -> Record:
 
 
 def _seeds(settings: Curves, chosen: dict[str, PlanSettings], seeds: Sequence[int], bar: Any) -> Iterator[list[Cell]]:
-    """Cells of every seed, in the order in which they end."""
+    """Yields cells of every seed, in the order in which they end."""
     if settings.workers == 1:
         yield from (_run_seed(settings, chosen, seed, bar.update) for seed in seeds)
         return
@@ -99,7 +99,7 @@ def _count_update() -> None:
     done, ended_early = _SHARED
     started_by = parent_process()
     if ended_early.is_set() or (started_by is not None and not started_by.is_alive()):
-        os._exit(1)  # nobody would write what is found
+        os._exit(1)  # nobody would write the results
     with done.get_lock():
         done.value += 1
 
@@ -109,21 +109,21 @@ def _name(arm: str, seed: int) -> str:
 
 
 def _begun(settings: Curves, out: Path) -> dict[str, Cell]:
-    """Cells that were run before, by name."""
+    """Returns cells that were run before, by name."""
     path = out / "record.json"
     if not path.exists():
         return {}
-    found, wanted = Record.read(path), plain(asdict(settings))
+    stored, wanted = Record.read(path), plain(asdict(settings))
     free = ("seeds", "workers")
-    other = [k for k in wanted if k not in free and (k not in found.settings or found.settings[k] != wanted[k])]
-    if found.kind != "curves" or other:
-        told = f"curves with {other[0]} {found.settings.get(other[0])!r}" if found.kind == "curves" else found.kind
-        raise ValueError(f"out: {path} is a record of {told}; choose another folder")
-    return {cell.name: cell for cell in found.cells if cell.status != "skipped"}
+    other = [k for k in wanted if k not in free and (k not in stored.settings or stored.settings[k] != wanted[k])]
+    if stored.kind != "curves" or other:
+        what = f"curves with {other[0]} {stored.settings.get(other[0])!r}" if stored.kind == "curves" else stored.kind
+        raise ValueError(f"out: {path} is a record of {what}; choose another folder")
+    return {cell.name: cell for cell in stored.cells if cell.status != "skipped"}
 
 
 def _run_seed(settings: Curves, chosen: dict[str, PlanSettings], seed: int, count: Callable[[], object]) -> list[Cell]:
-    """Cells of a seed. ``count`` is called after every update of an arm."""
+    """Runs the cells of a seed. ``count`` is called after every update of an arm."""
     cells, trainers = {}, {}
     for arm, estimator in chosen.items():
         cells[arm] = Cell(_name(arm, seed), settings={"arm": arm, "seed": seed, "plan": plain(asdict(estimator))})
@@ -167,7 +167,7 @@ def _step(cell: Cell, trainer: GRPOTrainer) -> None:
 
 @contextmanager
 def _recorded(cell: Cell) -> Iterator[None]:
-    """What fails in the body is recorded in the cell; other arms and seeds go on."""
+    """Records in the cell what fails in the body; other arms and seeds go on."""
     try:
         yield
     except (ValueError, RuntimeError, ArithmeticError, OSError) as error:
@@ -175,8 +175,8 @@ def _recorded(cell: Cell) -> Iterator[None]:
 
 
 def _evaluate(cell: Cell, trainer: GRPOTrainer) -> None:
-    """Add held-out rewards, and after how many updates they are."""
-    found = trainer.evaluate()
+    """Adds held-out rewards, and after how many updates they are."""
+    rewards = trainer.evaluate()
     cell.samples.setdefault("evaluated_after", []).append(float(trainer.update))
-    for name, value in found.items():
+    for name, value in rewards.items():
         cell.samples.setdefault(f"held_out {name}", []).append(value)

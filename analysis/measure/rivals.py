@@ -1,6 +1,6 @@
-"""What else people do with fewer passes: train on some of the steps only. Ten lines each, as plans.
+"""Rivals of a plan: published ways to save passes that train on some of the steps only, as plans.
 
-Which steps are kept changes from batch to batch, so each is drawn from the batch's own seed.
+Which steps are kept changes from batch to batch, so each is drawn from the batch's seed.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from analysis.measure.estimators import Estimator
+from analysis.measure.estimators import NamedPlan
 from jagg_core import Plan, subsample_plan
 from jagg_core.seeding import generator_for
 
@@ -22,14 +22,14 @@ FAST_WINDOW = 2
 
 
 def kept_steps_plan(sigmas: Tensor, kept: list[int], name: str) -> Plan:
-    """The exact gradient of some steps alone."""
+    """Makes the exact gradient of some steps alone."""
     weights = torch.zeros(len(kept), sigmas.shape[-1], dtype=torch.float64)
     weights[range(len(kept)), kept] = 1
     return Plan(tuple(kept), weights, sigmas, name)
 
 
 def per_sample_plan(sigmas: Tensor, count: int, batch: int, generator: torch.Generator) -> Plan:
-    """``count`` random steps, drawn for each sample anew (DanceGRPO's ``timestep_fraction``), weighted ``T / count``.
+    """Makes a plan of ``count`` random steps per sample (DanceGRPO's ``timestep_fraction``), weighted ``T / count``.
 
     Raises:
         ValueError: ``count`` outside 1..T.
@@ -42,23 +42,23 @@ def per_sample_plan(sigmas: Tensor, count: int, batch: int, generator: torch.Gen
     return Plan(tuple(range(steps)), weights, sigmas, "per-sample")
 
 
-def per_sample(sigmas: Tensor, batch: int, counts: Sequence[int], seed: int) -> list[Estimator]:
-    """Random steps of every sample, drawn for one rollout batch of so many samples."""
-    found = []
+def per_sample(sigmas: Tensor, batch: int, counts: Sequence[int], seed: int) -> list[NamedPlan]:
+    """Draws random steps of every sample for one rollout batch of so many samples."""
+    plans = []
     for count in (c for c in counts if c < sigmas.shape[-1]):
         plan = per_sample_plan(sigmas, count, batch, generator_for(seed, "rivals", "per-sample", count))
         label = f"subsample, {count} random steps per sample"
-        found.append(Estimator(f"per-sample-{count}", label, "subsample", (plan,), {}))
-    return found
+        plans.append(NamedPlan(f"per-sample-{count}", label, "subsample", (plan,), {}))
+    return plans
 
 
-def rivals(sigmas: Tensor, counts: Sequence[int], seed: int) -> list[Estimator]:
-    """Every rival that trains all samples on the same steps; subsampling with each of ``counts`` passes.
+def rivals(sigmas: Tensor, counts: Sequence[int], seed: int) -> list[NamedPlan]:
+    """Makes every rival that trains all samples on the same steps; subsampling with each of ``counts`` passes.
 
-    All of them are sums of exact's own passes.
+    All of them are sums of exact's passes.
     """
     steps = sigmas.shape[-1]
-    found = []
+    plans = []
 
     def start(purpose: str, stop: int) -> int:
         return int(torch.randint(max(1, stop), (), generator=generator_for(seed, "rivals", purpose)))
@@ -66,7 +66,7 @@ def rivals(sigmas: Tensor, counts: Sequence[int], seed: int) -> list[Estimator]:
     for count in (c for c in counts if c < steps):
         shared = subsample_plan(sigmas, count, generator_for(seed, "rivals", "subsample", count))
         text = f"{count} random steps"
-        found.append(Estimator(f"subsample-{count}", f"subsample, {text}", "subsample", (shared,), {}))
+        plans.append(NamedPlan(f"subsample-{count}", f"subsample, {text}", "subsample", (shared,), {}))
     for name, label, size, stop in (
         ("mixgrpo", "MixGRPO's window", MIX_WINDOW, steps - MIX_WINDOW + 1),
         ("flow-grpo-fast", "Flow-GRPO-Fast's window", FAST_WINDOW, steps // 2 - FAST_WINDOW + 1),
@@ -74,9 +74,9 @@ def rivals(sigmas: Tensor, counts: Sequence[int], seed: int) -> list[Estimator]:
         if size < steps:
             first = start(name, stop)
             plan = kept_steps_plan(sigmas, list(range(first, first + size)), name)
-            found.append(Estimator(name, f"{label}, {size} steps", "window", (plan,), {}))
+            plans.append(NamedPlan(name, f"{label}, {size} steps", "window", (plan,), {}))
     for name, kept in (("high-noise", range(steps // 2)), ("low-noise", range(steps // 2, steps))):
         if len(kept):
             plan = kept_steps_plan(sigmas, list(kept), name)
-            found.append(Estimator(f"{name}-half", f"{name} half only", "half", (plan,), {}))
-    return found
+            plans.append(NamedPlan(f"{name}-half", f"{name} half only", "half", (plan,), {}))
+    return plans

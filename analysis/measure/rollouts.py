@@ -27,18 +27,18 @@ class Batch:
 
 
 def rollout_seed(recipe: Recipe, eta: float, purpose: str, number: int) -> int:
-    """The seed of a batch; batches of different purposes never share one."""
+    """Derives the seed of a batch; batches of different purposes never share one."""
     return derive_seed(recipe.seed, "rollout", repr(eta), purpose, number)
 
 
 def check_prompts(recipe: Recipe, backbone: Backbone) -> None:
-    """Raise ValueError unless the backbone has as many prompts as a batch draws."""
+    """Raises ValueError unless the backbone has as many prompts as a batch draws."""
     if recipe.prompts > len(backbone.prompts):
         raise ValueError(f"prompts must be at most {len(backbone.prompts)} for {backbone.name}, got {recipe.prompts}")
 
 
 def make_batch(backbone: Backbone, reward: Reward, recipe: Recipe, eta: float, purpose: str, number: int) -> Batch:
-    """Draw prompts, roll out, score, and centre the advantages per prompt.
+    """Draws prompts, rolls out, scores, and centres the advantages per prompt.
 
     Raises:
         ValueError: more prompts per batch than the backbone has.

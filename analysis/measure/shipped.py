@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from analysis.measure.estimators import Estimator, with_knots
+from analysis.measure.estimators import NamedPlan, with_knots
 from analysis.statistics.names import COMPARED_PASSES, COMPARED_WINDOWS
 from jagg_core.strict_json import RecordError, read_json
 
@@ -19,12 +19,12 @@ PASSES = (10, 8, 6, 5)
 
 
 def path(backbone: str, eta: float) -> Path:
-    """Where the calibration of a backbone would be; there may be none."""
+    """Returns where the calibration of a backbone would be; there may be none."""
     return FOLDER / f"{backbone}-calibration" / f"calibration-eta{eta:g}.json"
 
 
 def read(backbone: str, eta: float, sigmas: Tensor, made_with: Mapping[str, str]) -> dict[str, Any] | None:
-    """The shipped calibration; None if there is none for this schedule, kernel and timestep mode.
+    """Reads the shipped calibration; None if there is none for this schedule, kernel and timestep mode.
 
     ``made_with``: see `analysis.measure.study.Study.made_with`.
 
@@ -45,7 +45,7 @@ def read(backbone: str, eta: float, sigmas: Tensor, made_with: Mapping[str, str]
 
 
 def side_by_side(eta: float, sigmas: Tensor, made_with: Mapping[str, str]) -> list[dict[str, Any]]:
-    """What every shipped calibration of this eta, schedule, kernel and timestep mode found, one row per backbone.
+    """Lists results of every shipped calibration of this eta, schedule, kernel and timestep mode, by backbone.
 
     Columns: jagg_frac by window and held-out cosines of causal plans by passes, with their intervals; passes that the
     calibration recommends by each of its targets (None: no plan reaches it).
@@ -56,19 +56,19 @@ def side_by_side(eta: float, sigmas: Tensor, made_with: Mapping[str, str]) -> li
     rows = []
     for file in sorted(FOLDER.glob(f"*-calibration/calibration-eta{eta:g}.json")):
         backbone = file.parent.name.removesuffix("-calibration")
-        found = read(backbone, eta, sigmas, made_with)
-        if found is None:
+        data = read(backbone, eta, sigmas, made_with)
+        if data is None:
             continue
         row: dict[str, Any] = {"backbone": backbone, "eta": eta}
         for window in COMPARED_WINDOWS:
-            one = found.get("windows", {}).get(str(window), {})
+            one = data.get("windows", {}).get(str(window), {})
             low, high = one.get("jagg_frac_ci", (None, None))
             row |= _columns(f"jagg_frac_w{window}", one.get("jagg_frac"), low, high)
         for passes in COMPARED_PASSES:
-            held_out = found["plans"]["causal"].get(str(passes), {}).get("held_out_cosine") or {}
+            held_out = data["plans"]["causal"].get(str(passes), {}).get("held_out_cosine") or {}
             row |= _columns(f"causal_{passes}", *(held_out.get(key) for key in ("value", "low", "high")))
             row["n"] = held_out.get("n")
-        row["recommended"] = {target: one.get("passes") for target, one in found.get("recommended", {}).items()}
+        row["recommended"] = {target: one.get("passes") for target, one in data.get("recommended", {}).items()}
         rows.append(row)
     return rows
 
@@ -77,13 +77,13 @@ def _columns(name: str, value: Any, low: Any, high: Any) -> dict[str, Any]:
     return {name: value, f"{name}_low": low, f"{name}_high": high}
 
 
-def estimators(calibration: dict[str, Any], sigmas: Tensor) -> list[Estimator]:
-    """Its causal plans, under names of their own."""
-    found = []
+def estimators(calibration: dict[str, Any], sigmas: Tensor) -> list[NamedPlan]:
+    """Makes its causal plans, under the names ``shipped-K``."""
+    plans = []
     for passes in PASSES:
         plan = calibration["plans"]["causal"].get(str(passes))
         if plan is not None:
             made = with_knots(sigmas, "causal", tuple(plan["knots"]))
             label = f"causal, {passes} knots of the shipped calibration"
-            found.append(Estimator(f"shipped-{passes}", label, "causal-shipped", made.plans, made.settings))
-    return found
+            plans.append(NamedPlan(f"shipped-{passes}", label, "causal-shipped", made.plans, made.settings))
+    return plans

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from analysis.measure import estimators
 from analysis.measure.cross_table import WHOLE, choose_space, empty_rows
-from analysis.measure.estimators import Estimator
+from analysis.measure.estimators import NamedPlan
 from analysis.measure.gradients import differentiate, on_policy_upstream, plan_passes, trained_parameters
 from analysis.measure.knot_search import Knots, searched
 from analysis.measure.rollouts import Batch
@@ -32,32 +32,34 @@ ADVANTAGES: dict[str, Callable[[Batch], Tensor]] = {
 
 
 SIDE_PASSES = (8, 5)
-"""Of spline plans, predicted knots and subsampling per sample: what needs passes of its own, at two prices."""
+"""Of spline plans, predicted knots and subsampling per sample: what needs further passes, at two prices."""
 
 
-def core(
+def main_plans(
     sigmas: Tensor, windows: Sequence[int], jagg_frac: float, knots: Knots, passes: Sequence[int]
-) -> list[Estimator]:
-    """Makes exact, plans that may be recommended, and the paper's rule: recipe and all groups."""
-    found = [estimators.exact(sigmas)]
+) -> list[NamedPlan]:
+    """Makes the plans that the decision is about: exact, those that may be recommended, the paper's rule."""
+    plans = [estimators.exact(sigmas)]
     for window in windows[:2]:
-        found += [estimators.grouped(sigmas, "jagg", window, frac) for frac in dict.fromkeys((jagg_frac, 1.0))]
-    found += estimators.measured(sigmas, knots, passes, recommended=True)
-    return estimators.distinct([*found, found[0]])  # what equals exact is called exact
+        plans += [estimators.grouped(sigmas, "jagg", window, frac) for frac in dict.fromkeys((jagg_frac, 1.0))]
+    plans += estimators.measured(sigmas, knots, passes, recommended=True)
+    return estimators.distinct([*plans, plans[0]])  # what equals exact is called exact
 
 
-def contenders(sigmas: Tensor, windows: Sequence[int], knots: Knots) -> list[Estimator]:
-    """Further estimators that are the same for every batch: the paper's rule at every window and fraction, others."""
-    found = []
+def side_plans(sigmas: Tensor, windows: Sequence[int], knots: Knots) -> list[NamedPlan]:
+    """Makes further plans for comparison, the same for every batch: the paper's rule at every window and share."""
+    plans = []
     for window in windows:
         count = len(groups_of(sigmas.shape[-1], window))
-        found += [estimators.grouped(sigmas, "jagg", window, routed / count) for routed in range(1, count + 1)]
-    found += estimators.measured(sigmas, knots, SIDE_PASSES, recommended=False)
-    return found + estimators.predicted(sigmas, knots, SIDE_PASSES)
+        plans += [estimators.grouped(sigmas, "jagg", window, routed / count) for routed in range(1, count + 1)]
+    plans += estimators.measured(sigmas, knots, SIDE_PASSES, recommended=False)
+    return plans + estimators.predicted(sigmas, knots, SIDE_PASSES)
 
 
-def suspects(chosen: Sequence[Estimator], sigmas: Tensor, windows: Sequence[int], jagg_frac: float) -> list[Estimator]:
-    """Those whose bias is looked for under every centring: one of each kind at two prices, and the paper's recipe."""
+def watched_plans(
+    chosen: Sequence[NamedPlan], sigmas: Tensor, windows: Sequence[int], jagg_frac: float
+) -> list[NamedPlan]:
+    """Picks those whose bias is measured under every centring: one of each kind at two prices, the paper's recipe."""
     steps = sigmas.shape[-1]
     names = ["exact", *(grouped_name(steps, "jagg", window, 1.0) for window in windows[:2])]
     names.append(grouped_name(steps, "jagg", windows[0], jagg_frac))
@@ -68,13 +70,13 @@ def suspects(chosen: Sequence[Estimator], sigmas: Tensor, windows: Sequence[int]
 def bank_rows(
     batch: Batch,
     objective: ClippedSurrogate,
-    chosen: Mapping[str, Sequence[Estimator]],
+    chosen: Mapping[str, Sequence[NamedPlan]],
     dimension: int,
     seed: int,
     workers: int,
     progress: Callable[[int], None] | None = None,
 ) -> Tensor:
-    """Projected gradients ``[estimators, dimension]`` of one batch, in the order of ``chosen``: centring, estimators.
+    """Computes projected gradients ``[estimators, dimension]`` of one batch, in the order of ``chosen``.
 
     Batches of one bank share ``dimension`` and ``seed``.
     """
@@ -87,13 +89,13 @@ def bank_rows(
 
 def upstream_rows(
     batch: Batch,
-    asked: Sequence[tuple[Sequence[Tensor], Sequence[Estimator]]],
+    asked: Sequence[tuple[Sequence[Tensor], Sequence[NamedPlan]]],
     dimension: int,
     seed: int,
     workers: int,
     progress: Callable[[int], None] | None = None,
 ) -> Tensor:
-    """Projected gradients of one batch: estimators on any upstream gradients, a list of ``[B, *D]`` by step.
+    """Computes projected gradients of one batch: estimators on any upstream gradients, a list of ``[B, *D]`` by step.
 
     Returns:
         ``[estimators, dimension]``, in the order of ``asked``. Passes at one site share a forward.
@@ -102,8 +104,8 @@ def upstream_rows(
     sharding = Sharding(parameters)
     passes, combines = [], []
     for upstream, some in asked:
-        found, combine = plan_passes([e.plans[0] for e in some], batch.trajectory, upstream)
-        passes += found
+        added, combine = plan_passes([e.plans[0] for e in some], batch.trajectory, upstream)
+        passes += added
         combines.append(combine)
     space = choose_space(parameters, sharding, [WHOLE] * len(parameters), len(passes), "projected", dimension, seed)
     rows = empty_rows(parameters, space, len(passes))

@@ -28,7 +28,7 @@ class Similarity:
 
 
 def similarity_from_products(estimate: float, exact: float, cross: float, difference: float) -> Similarity:
-    """From squared norms of estimate, exact and their difference, and the inner product of the two."""
+    """Computes similarity from squared norms of estimate, exact and difference, and their inner product."""
     if not exact > 0:
         return Similarity(None, None, None)
     error, ratio = math.sqrt(max(difference, 0.0) / exact), math.sqrt(max(estimate, 0.0) / exact)
@@ -48,7 +48,7 @@ def exact_vector(table: CrossTable, steps: Sequence[int] | None = None) -> np.nd
 def similarity(
     table: CrossTable, plan: Plan, steps: Sequence[int] | None = None, block: str | None = None
 ) -> Similarity:
-    """The plan's gradient against exact: whole update, or what ``steps`` (a group) contribute to both.
+    """Compares the plan's gradient with exact: whole update, or what ``steps`` (a group) contribute to both.
 
     ``block``: in the parameters of that block alone.
     """
@@ -66,11 +66,11 @@ def similarity(
 
 
 def cross_cosines(table: CrossTable) -> np.ndarray:
-    """Cosine of every ``C[i, j]`` to ``C[j, j]``, ``[T, T]``; NaN where not collected or undefined."""
-    found = np.full((table.steps, table.steps), np.nan)
+    """Computes the cosine of every ``C[i, j]`` to ``C[j, j]``, ``[T, T]``; NaN where not collected or undefined."""
+    cosines = np.full((table.steps, table.steps), np.nan)
     norms = np.sqrt(np.maximum(np.diag(table.gram), 0.0))
     for n, (i, j) in enumerate(table.pairs):
-        own = table.index[j, j]
-        if norms[n] > 0 and norms[own] > 0:
-            found[i, j] = np.clip(table.gram[n, own] / norms[n] / norms[own], -1, 1)
-    return found
+        same = table.index[j, j]
+        if norms[n] > 0 and norms[same] > 0:
+            cosines[i, j] = np.clip(table.gram[n, same] / norms[n] / norms[same], -1, 1)
+    return cosines

@@ -33,32 +33,32 @@ class Space(Protocol):
 
     @property
     def dimension(self) -> int | None:
-        """Numbers per block that a gradient is projected to; None if it is kept whole."""
+        """Counts numbers per block that a gradient is projected to; None if it is kept whole."""
         ...
 
     @property
     def row_shape(self) -> tuple[int, ...]:
-        """Shape of one row on this rank."""
+        """Returns the shape of one row on this rank."""
         ...
 
     def encode(self, gradients: Sequence[Tensor | None], rows: Tensor) -> None:
-        """Write gradients to ``rows`` [..., *row_shape].
+        """Writes gradients to ``rows`` [..., *row_shape].
 
         They come as one local tensor ``[..., size]`` for each parameter, None for zero.
         """
         ...
 
     def finish(self, rows: Tensor) -> Tensor:
-        """Make rows ready for inner products, after the last one was encoded. In place; a collective under FSDP2."""
+        """Makes rows ready for inner products, after the last one was encoded. In place; a collective under FSDP2."""
         ...
 
     def grams(self, rows: Tensor) -> dict[str, np.ndarray]:
-        """Inner products of finished rows, ``[n, n]`` in fp64 for each block; the same on all ranks."""
+        """Computes inner products of finished rows, ``[n, n]`` in fp64 for each block; the same on all ranks."""
         ...
 
 
 class ExactSpace:
-    """Every element is kept, sorted by block; under FSDP2 every rank keeps its own."""
+    """Every element is kept, sorted by block; under FSDP2 every rank keeps its part."""
 
     dimension: int | None = None
 
@@ -98,11 +98,11 @@ class ExactSpace:
 
     def grams(self, rows: Tensor) -> dict[str, np.ndarray]:
         """See `Space`."""
-        found = {}
+        by_block = {}
         for block, columns in self.columns.items():
             gram = _gram(rows[:, columns], self.sharding)
-            found[block] = self.sharding.sum(gram).cpu().numpy()
-        return found
+            by_block[block] = self.sharding.sum(gram).cpu().numpy()
+        return by_block
 
 
 class ProjectedSpace:
@@ -152,7 +152,7 @@ class ProjectedSpace:
                 self._add(gradient, self.offsets[n] + piece.start, rows[..., self.place[n], :])
 
     def _add(self, gradient: Tensor, start: int, total: Tensor) -> None:
-        """Add elements that begin at ``start`` of the whole gradient."""
+        """Adds elements that begin at ``start`` of the whole gradient."""
         dimension, stop = self.dimension, start + gradient.shape[-1]
         at = start
         while at < stop:
@@ -175,12 +175,12 @@ class ProjectedSpace:
 
 
 def inner_product_error(dimension: int) -> float:
-    """Bound that 95 % of projected inner products keep, as a share of the product of the two norms."""
+    """Computes the bound that 95 % of projected inner products keep, as a share of the product of the two norms."""
     return 1.96 * math.sqrt(2 / dimension)
 
 
 def gram_matrix(rows: Tensor) -> np.ndarray:
-    """Inner products of ``rows`` [n, P], accumulated over chunks in fp64: ``[n, n]``.
+    """Computes inner products of ``rows`` [n, P], accumulated over chunks in fp64: ``[n, n]``.
 
     Raises:
         FloatingPointError: a row is not finite.

@@ -40,7 +40,7 @@ class Recipe:
         shift: time shift of the schedule "dance".
         schedule: sigmas; "own" are those of the backbone's sampler.
         transition: kernel of the SDE steps, as the trainer has it.
-        timestep_mode: what the network is told instead of sigma, as the trainer has it.
+        timestep_mode: what the network receives for sigma, as the trainer has it.
         prompts: of a rollout batch.
         samples: per prompt.
         guidance: scale; None is the backbone's usual one.
@@ -77,13 +77,13 @@ class Recipe:
         return self.prompts * self.samples
 
     def sigmas(self, backbone: Backbone) -> Tensor:
-        """The schedule of a rollout, ``[steps + 1]``."""
+        """Computes the schedule of a rollout, ``[steps + 1]``."""
         from jagg_core.backbones import schedule_of
 
         return schedule_of(backbone, self.schedule, self.steps, self.shift)
 
     def kernel(self, eta: float) -> Transition:
-        """The SDE steps' kernel.
+        """Makes the SDE steps' kernel.
 
         Raises:
             ValueError: ``eta`` out of range for it.
@@ -93,7 +93,7 @@ class Recipe:
         return TRANSITIONS[self.transition](eta)
 
     def key(self) -> dict[str, Any]:
-        """By what a stored table is found."""
+        """Returns the key of a stored table."""
         from analysis.statistics.names import USUAL
 
         return {name: v for name, v in asdict(self).items() if name not in USUAL or v != USUAL[name]}
@@ -104,18 +104,18 @@ class Study:
     """What is compared with exact, on which rollouts.
 
     Attributes:
-        backbone: registered, or your own as module:function.
+        backbone: registered, or yours as module:function.
         backbone_options: option=value of its loader, such as height=512 lora_rank=32.
         etas: noise levels of the kernel, each studied apart.
         windows: group sizes W of the paper's rule.
         jagg_frac: share of the groups, from the first, that the paper's recipe approximates.
         threshold: the mean cosine that groups must keep to be routed, for the recommended jagg_frac.
-        reward: by name, a weighted sum such as classifier+10*ink, or your own as module:function.
+        reward: by name, a weighted sum such as classifier+10*ink, or yours as module:function.
         reward_options: option=value of its loader.
         calibration_batches: rollout batches on which knots are searched, eta by eta, the last number for all further.
         evaluation_batches: other batches, on which plans are judged, likewise; below 8 nothing is claimed.
         predicted_passes: of the causal plans that are tried on predicted knots too.
-        estimators: your own, as module:object, a constructor of (sigmas, knots); searched, judged and drawn as ours.
+        estimators: yours, as module:object, a constructor of (sigmas, knots); searched, judged and drawn as ours.
         device: such as cpu, cuda or cuda:1.
         dtype: the network computes in: float32, bfloat16, float16 or float64.
         workers: passes that are differentiated at a time, each with its share of the cores; 0 is up to 4 on the CPU
@@ -124,7 +124,7 @@ class Study:
         dimension: of the projections.
         quick: a smoke run: every part, few rollouts; no number of it is for use.
         preset: of the trainer whose rollouts these are (dancegrpo, flow-grpo, flow-grpo-fast, mixgrpo); flags given
-            beside it come first. None: those of the other flags.
+            with it come first. None: those of the other flags.
 
     Raises:
         ValueError: a setting out of range; raised before any model is loaded.
@@ -166,8 +166,8 @@ class Study:
                 raise ValueError(f"{name} must be numbers of at least {low}, got {list(counts)}")
         require_at_least(self, workers=0, dimension=1)
         require_one_of("preset", self.preset, ("", *sorted(PRESETS)))
-        told = {f"{eta:g}" for eta in self.etas}  # as cells are named
-        if not self.etas or any(not 0 < eta < math.inf for eta in self.etas) or len(told) != len(self.etas):
+        names = {f"{eta:g}" for eta in self.etas}  # as cells are named
+        if not self.etas or any(not 0 < eta < math.inf for eta in self.etas) or len(names) != len(self.etas):
             raise ValueError(f"etas must be positive and different, at least one, got {list(self.etas)}")
         for eta in self.etas:
             self.recipe.kernel(eta)
@@ -188,22 +188,22 @@ class Study:
 
     @property
     def loading(self) -> dict[str, object]:
-        """``backbone_options`` (``option=value``) as arguments of `load_backbone`."""
+        """Returns ``backbone_options`` (``option=value``) as arguments of `load_backbone`."""
         from jagg_core.backbones import read_options
 
         return read_options(self.backbone, self.backbone_options)
 
     @property
     def steps(self) -> int:
-        """Trained steps T."""
+        """Counts the trained steps T."""
         return self.recipe.steps - 1
 
     def made_with(self, eta: float) -> dict[str, str]:
-        """What a calibration says of its rollouts beside their schedule; a trainer's must be the same."""
+        """Returns what a calibration says of its rollouts, except their schedule; a trainer's must be the same."""
         return {"transition": repr(self.recipe.kernel(eta)), "timestep_mode": self.recipe.timestep_mode}
 
     def batches(self, purpose: str, eta: float) -> int:
-        """How many batches of ``purpose`` (calibration, evaluation) are made at this ``eta``."""
+        """Returns how many batches of ``purpose`` (calibration, evaluation) are made at this ``eta``."""
         counts: tuple[int, ...] = getattr(self, f"{purpose}_batches")
         return counts[min(self.etas.index(eta), len(counts) - 1)]
 
@@ -224,9 +224,9 @@ class Calibrate(Study):
         pathwise_batches: rollout batches of the same size on which causal plans are compared with exact by pathwise
             gradients, where the reward is differentiable; 0: not at all.
         proxy_reward: a differentiable reward, by name, whose pathwise gradients are taken where the reward has none.
-        update_samples: of an update in training, for which the loss of signal is told.
+        update_samples: of an update in training, for which the loss of signal is computed.
         max_signal_loss: the plan to run has the fewest passes whose loss is below it with confidence.
-        min_cosine: beside it stands the plan with the fewest passes whose 95 % lower bound is at least this cosine.
+        min_cosine: a second plan to run has the fewest passes whose 95 % lower bound is at least this cosine.
         timing_rounds: times that every update is timed, each round in another order.
 
     Raises:
@@ -279,12 +279,12 @@ class Calibrate(Study):
 
     @property
     def signal_recipe(self) -> Recipe:
-        """How the batches of the learning signal are made."""
+        """Returns how the batches of the learning signal are made."""
         return replace(self.recipe, prompts=self.signal_prompts, samples=self.signal_samples)
 
     @property
     def pathwise_recipe(self) -> Recipe:
-        """How the batches of pathwise gradients are made: as those of the signal, but see `LEAST_SAMPLES`."""
+        """Returns how the batches of pathwise gradients are made: as those of the signal, but see `LEAST_SAMPLES`."""
         return replace(self.signal_recipe, samples=max(self.signal_samples, LEAST_SAMPLES))
 
 

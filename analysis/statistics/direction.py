@@ -43,21 +43,24 @@ def update_loss(products: Products, powers: Sequence[float], exact_powers: Seque
 
     Args:
         products: of the pathwise gradients of n batches.
-        powers: ``|e|^2`` of the policy gradient by the estimator, of the same batches, n values.
+        powers: ``|e|^2`` of the policy gradient by the estimator, on the first m of these batches, m values.
         exact_powers: ``|g|^2`` of the exact policy gradient, likewise.
         scale: samples of the update over samples of a batch.
 
     Raises:
-        ValueError: as many powers as batches are not given.
+        ValueError: powers of fewer than 3 or more than n batches, or not equally many of both.
     """
     own, exact = np.asarray(powers, dtype=np.float64), np.asarray(exact_powers, dtype=np.float64)
-    for name, given in (("powers", own), ("exact_powers", exact)):
-        if given.shape != (products.n,):
-            raise ValueError(f"{name} must be of {products.n} batches, got shape {list(given.shape)}")
+    if own.shape != exact.shape or not 3 <= len(own) <= products.n:
+        raise ValueError(
+            f"powers and exact_powers must be of equally many batches, 3 to {products.n}, "
+            f"got {len(own)} and {len(exact)}"
+        )
 
     def loss(found: Moments, weights: np.ndarray) -> Values:
-        total = weights.sum(-1)
-        noise, own_noise = weights @ exact / total - found.mu2, weights @ own / total - found.own
+        first = weights[..., : len(own)]
+        total = first.sum(-1)
+        noise, own_noise = first @ exact / total - found.mu2, first @ own / total - found.own
         return Moments(found.mu2, found.cross, found.own, noise, own_noise).loss(scale)
 
     return _jackknife_weighted(products, loss)

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from analysis.measure import signal_gradients
-from analysis.measure.estimators import Estimator, distinct, exact, grouped, predicted, with_knots
+from analysis.measure.estimators import NamedPlan, distinct, exact, grouped, predicted, with_knots
 from analysis.measure.knot_search import Knots
 from analysis.measure.rivals import per_sample, rivals
 from analysis.measure.rollouts import Batch
-from analysis.measure.signal_gradients import bank_rows, contenders, core, suspects
+from analysis.measure.signal_gradients import bank_rows, main_plans, side_plans, watched_plans
 from analysis.statistics.learning_signal import products, stored_products
 from analysis.statistics.names import CENTRINGS, PER_PROMPT
 from jagg_core import ClippedSurrogate, dance_schedule, group_advantages
@@ -38,7 +38,7 @@ def batch_of(field: MlpField, seed: int, rewards: Sequence[float] = (0.3, 1.1, -
     return Batch(seed, field, make_rollout(field, seed=seed), ["a"] * 4, told, group_advantages(told, IDS))
 
 
-def some_estimators(seed: int = 5) -> list[Estimator]:
+def some_estimators(seed: int = 5) -> list[NamedPlan]:
     """One of every kind."""
     knots = knots_for(6)
     return [
@@ -52,7 +52,7 @@ def some_estimators(seed: int = 5) -> list[Estimator]:
     ]
 
 
-def engine_rows(batch: Batch, chosen: Sequence[Estimator], advantages: Tensor) -> Tensor:
+def engine_rows(batch: Batch, chosen: Sequence[NamedPlan], advantages: Tensor) -> Tensor:
     """The gradients of updates really run."""
     policy = batch.policy
     assert isinstance(policy, MlpField)
@@ -161,7 +161,7 @@ def test_a_small_dimension_is_a_projection(field: MlpField) -> None:
 # Which estimators
 
 
-def plan_of(estimator: Estimator) -> tuple[object, ...]:
+def plan_of(estimator: NamedPlan) -> tuple[object, ...]:
     [plan] = estimator.plans
     sites = () if plan.knot_sigmas is None else tuple(plan.knot_sigmas.tolist())
     return (plan.knots, tuple(plan.weights.flatten().tolist()), sites)
@@ -171,7 +171,7 @@ def plan_of(estimator: Estimator) -> tuple[object, ...]:
 @pytest.mark.parametrize(("steps", "windows"), [(20, (4, 5, 8)), (5, (3, 4)), (4, (4,)), (2, (2,)), (3, (2, 3))])
 def test_no_two_of_the_core_are_one_plan(steps: int, windows: tuple[int, ...], jagg_frac: float) -> None:
     sigmas = dance_schedule(steps + 1)[:-2]
-    found = core(sigmas, windows, jagg_frac, knots_for(steps), (20, 8, 5, 4, 3, 2))
+    found = main_plans(sigmas, windows, jagg_frac, knots_for(steps), (20, 8, 5, 4, 3, 2))
     assert len({plan_of(e) for e in found}) == len(found)
     assert len({e.name for e in found}) == len(found)
     assert found[0].name == "exact"
@@ -179,24 +179,24 @@ def test_no_two_of_the_core_are_one_plan(steps: int, windows: tuple[int, ...], j
 
 
 def test_the_core_is_what_the_decision_is_about() -> None:
-    found = [e.name for e in core(LONG, (4, 5, 8), 0.6, knots_for(20), (8, 5, 99))]
+    found = [e.name for e in main_plans(LONG, (4, 5, 8), 0.6, knots_for(20), (8, 5, 99))]
     assert found == ["exact", "jagg-w4-f0.6", "jagg-w4-f1", "jagg-w5-f0.5", "jagg-w5-f1", "causal-8", "causal-5"]
 
 
 def test_contenders_are_every_fraction_and_what_needs_passes_of_its_own() -> None:
-    found = [e.name for e in contenders(LONG, (4, 10, 20), knots_for(20))]
+    found = [e.name for e in side_plans(LONG, (4, 10, 20), knots_for(20))]
     grid = [f"jagg-w4-f{routed / 5:g}" for routed in range(1, 6)] + ["jagg-w10-f0.5", "jagg-w10-f1", "jagg-w20-f1"]
     assert found == [*grid, "spline-8", "spline-5", "causal-predicted-8", "causal-predicted-5"]
-    assert [e.name for e in contenders(SIGMAS, (4,), knots_for(6))][-2:] == ["spline-5", "causal-predicted-5"]
+    assert [e.name for e in side_plans(SIGMAS, (4,), knots_for(6))][-2:] == ["spline-5", "causal-predicted-5"]
 
 
 def test_suspects_are_one_of_each_kind_at_two_prices() -> None:
     everything = [
-        *core(LONG, (4, 5, 8), 0.6, knots_for(20), (8, 6, 5, 2)),
-        *contenders(LONG, (4, 5, 8), knots_for(20)),
+        *main_plans(LONG, (4, 5, 8), 0.6, knots_for(20), (8, 6, 5, 2)),
+        *side_plans(LONG, (4, 5, 8), knots_for(20)),
         *rivals(LONG, (8, 5), 0),
     ]
-    found = {e.name for e in suspects(everything, LONG, (4, 5, 8), 0.6)}
+    found = {e.name for e in watched_plans(everything, LONG, (4, 5, 8), 0.6)}
     assert found == {
         "exact",
         "jagg-w4-f0.6",

@@ -37,7 +37,7 @@ def test_intervals_cover(n: int, turned: float, extra: float) -> None:
     own, own_noise = 0.81 + turned**2, noise**2 + extra**2
     powers_of = np.random.default_rng(5)
     loss = float(Moments(1, 0.9, own, 50.0, 44.0).loss(4))
-    truths = [cosine, 1 - cosine**2, own / (own + own_noise), loss]
+    truths = [cosine, 1 - cosine**2, own / (own + own_noise), loss, loss]
     covered = []
     for _ in range(400):
         found = products(*gradients(rng, n, noise, turned, extra))
@@ -47,6 +47,7 @@ def test_intervals_cover(n: int, turned: float, extra: float) -> None:
         powers = own + 44 + 3.5 * common + powers_of.normal(size=n)
         intervals = [direction_cosine(found), direction_lost(found), signal_share(found)]
         intervals.append(update_loss(found, powers.tolist(), exact_powers.tolist(), 4))
+        intervals.append(update_loss(found, powers[:8].tolist(), exact_powers[:8].tolist(), 4))
         covered.append([covers(one, truth) for one, truth in zip(intervals, truths, strict=True)])
     share = np.mean(covered, axis=0)
     assert (share >= 0.91).all() and (share <= 0.99).all(), share
@@ -86,8 +87,9 @@ def test_noise_alone_has_no_direction() -> None:
 
 def test_what_does_not_fit_is_refused() -> None:
     found = products(np.eye(4) + 1, np.eye(4) + 1)
-    with pytest.raises(ValueError, match=r"powers must be of 4 batches, got shape \[3\]"):
-        update_loss(found, [1.0] * 3, [1.0] * 4, 1)
+    for own, exact in (3, 4), (2, 2), (5, 5):
+        with pytest.raises(ValueError, match=f"must be of equally many batches, 3 to 4, got {own} and {exact}"):
+            update_loss(found, [1.0] * own, [1.0] * exact, 1)
     fewer = Products(found.exact, found.exact[:3], found.exact[:3, :3])
     with pytest.raises(ValueError, match="products must hold the estimator on all 4 batches of exact, got 3"):
         direction_lost(fewer)

@@ -9,11 +9,11 @@ import torch
 
 from analysis.measure.estimators import (
     SUBSAMPLE_DRAWS,
-    Estimator,
+    NamedPlan,
     exact,
     grouped,
     headline,
-    leak_suspects,
+    leak_plans,
     mean_of_draws,
     pareto,
     predicted,
@@ -33,13 +33,13 @@ def knots_for(steps: int, fewest: int = 1) -> Knots:
     return {"spline": found, "causal": found}
 
 
-def everything(steps: int, windows: tuple[int, ...]) -> list[Estimator]:
+def everything(steps: int, windows: tuple[int, ...]) -> list[NamedPlan]:
     sigmas = dance_schedule(steps + 1)[:-2]
     knots = knots_for(steps)
     return [
         *headline(sigmas, windows, 0.6, knots, 0),
         *pareto(sigmas, range(3, 6), knots, range(4, 15)),
-        *leak_suspects(sigmas, windows, 0.6, knots, 0),
+        *leak_plans(sigmas, windows, 0.6, knots, 0),
     ]
 
 
@@ -66,14 +66,14 @@ def test_names_are_unique(windows: tuple[int, ...]) -> None:
     for group in (
         headline(SIGMAS, windows, 0.6, knots, 0),
         pareto(SIGMAS, range(3, 6), knots, range(4, 15)),
-        leak_suspects(SIGMAS, windows, 0.6, knots, 0),
+        leak_plans(SIGMAS, windows, 0.6, knots, 0),
     ):
         names = Counter(e.name for e in group)
         assert set(names.values()) == {1}, names
 
 
 def test_equal_names_are_equal_plans() -> None:
-    by_name: dict[str, Estimator] = {}
+    by_name: dict[str, NamedPlan] = {}
     for estimator in everything(20, (4, 5)):
         known = by_name.setdefault(estimator.name, estimator)
         if not estimator.name.startswith("subsample"):
@@ -115,7 +115,7 @@ def test_knots_that_were_not_found_are_left_out() -> None:
     knots = knots_for(20, fewest=9)
     assert {e.passes for e in headline(SIGMAS, (4, 5), 0.6, knots, 0) if e.family == "causal"} == {14, 10}
     assert [e.passes for e in predicted(SIGMAS, knots, (14, 9, 8))] == [14, 9]
-    assert {e.family for e in leak_suspects(SIGMAS, (5,), 0.6, knots, 0)} == {
+    assert {e.family for e in leak_plans(SIGMAS, (5,), 0.6, knots, 0)} == {
         "exact",
         "jagg",
         "jagg-index",
@@ -183,7 +183,7 @@ def test_looking_ahead() -> None:
 
 
 def test_the_leak_test_has_one_of_every_kind() -> None:
-    suspects = leak_suspects(SIGMAS, (4, 5), 0.6, knots_for(20), 0)
+    suspects = leak_plans(SIGMAS, (4, 5), 0.6, knots_for(20), 0)
     families = Counter(e.family for e in suspects)
     assert families == {"exact": 1, "jagg": 4, "jagg-index": 1, "endpoint": 1, "subsample": 1, "spline": 1, "causal": 1}
     assert all(len(e.plans) == 1 for e in suspects if e.family != "subsample")

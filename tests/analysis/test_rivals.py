@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from analysis.measure.estimators import Estimator
+from analysis.measure.estimators import NamedPlan
 from analysis.measure.gradients import on_policy_upstream, plan_passes
 from analysis.measure.rivals import kept_steps_plan, per_sample, per_sample_plan, rivals
 from jagg_core import ClippedSurrogate, Plan, Trajectory, dance_schedule, exact_plan
@@ -19,7 +19,7 @@ def sigmas_of(steps: int) -> torch.Tensor:
     return dance_schedule(steps + 1)[:-2]
 
 
-def by_name(seed: int, steps: int = 20) -> dict[str, Estimator]:
+def by_name(seed: int, steps: int = 20) -> dict[str, NamedPlan]:
     return {e.name: e for e in rivals(sigmas_of(steps), (8, 5), seed)}
 
 

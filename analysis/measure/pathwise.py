@@ -26,8 +26,9 @@ from analysis.measure.signal_gradients import upstream_rows
 from analysis.measure.study import Recipe
 from analysis.statistics.learning_signal import products, stored_products
 from jagg_core import ClippedSurrogate, group_advantages
+from jagg_core.advantages import advantage_slopes
 from jagg_core.backbones import Backbone
-from jagg_core.pathwise import adjoint_sweep, advantage_slopes, pathwise_upstream
+from jagg_core.pathwise import adjoint_sweep, pathwise_upstream
 from jagg_core.plans import estimators
 from jagg_core.records import recorded
 from jagg_core.rewards import Reward, differentiable, load_reward, reward_fingerprints

@@ -25,8 +25,8 @@ from analysis.statistics.direction import direction_cosine, direction_lost, sign
 from analysis.statistics.learning_signal import products
 from analysis.statistics.names import PER_PROMPT
 from jagg_core import ClippedSurrogate, DanceSDE, group_advantages
+from jagg_core.advantages import advantage_slopes
 from jagg_core.backbones import load_backbone
-from jagg_core.pathwise import advantage_slopes
 from jagg_core.records import Record
 from jagg_core.rewards import differentiable, load_reward
 from jagg_core.schedule import dance_schedule

@@ -11,12 +11,16 @@ The paper's four phases, for every bundle of knots that shares a backward call:
 """
 
 from jagg_core.choices import BackwardMode, PartlyClipped, UpstreamMode
+from jagg_core.engine.meter import Fidelity, LowFidelity, Meter
 from jagg_core.engine.modes import OffPolicyError
 from jagg_core.engine.report import RatioNoise, Report
 from jagg_core.engine.update import accumulate_gradients
 
 __all__ = [
     "BackwardMode",
+    "Fidelity",
+    "LowFidelity",
+    "Meter",
     "OffPolicyError",
     "PartlyClipped",
     "RatioNoise",

@@ -47,6 +47,13 @@ class Aggregation:
             total += expand(self._scale * self._weights[..., position, step], total) * known[step].gradient
         return total
 
+    def approximated(self, step: int, gradient: Tensor) -> Tensor:
+        """Returns a step's upstream gradient ``[B, *D]``, 0 for the samples that were made exact there."""
+        for part, mixed in self._mixed.items():
+            if step in self.parts[part][1]:
+                return gradient * expand((~mixed).to(gradient), gradient)
+        return gradient
+
     def make_exact(self, part: int, known: dict[int, Upstream]) -> None:
         """Replaces the weights of samples with some steps of a part clipped and some not by those of the exact plan."""
         positions, steps = self.parts[part]

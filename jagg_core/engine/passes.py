@@ -87,8 +87,8 @@ class Passes:
             velocities += self._velocities([self._trajectory.site(*at) for at in zip(knots, sigmas, strict=True)])
         return velocities
 
-    def at_step(self, step: int, members: Tensor) -> Tensor:
-        """Computes the velocity ``[M, *D]`` with a graph at a step of the rollout, for samples ``members`` [M] only."""
+    def at_step(self, step: int, members: Tensor | None = None) -> Tensor:
+        """Computes the velocity ``[M, *D]`` with a graph at a step, for samples ``members`` [M]; None: for all."""
         return self._velocities([self._trajectory.site(step)], members)[0]
 
     def _velocities(self, sites: list[tuple[Tensor, Tensor]], members: Tensor | None = None) -> list[Tensor]:

@@ -33,10 +33,11 @@ class Report:
         passes: differentiated passes over steps, each one forward and one backward of the batch.
         forwards: forwards of the batch, with and without graph. reference_forwards: of the reference policy.
         backward_calls: calls of ``torch.autograd.backward``, or of ``backward_fn``.
+        audit_passes: differentiated passes of an audit (`jagg_core.engine.Meter`), in none of the counts above.
         upstream, backward: the modes that ran. anticipating: see `Plan.anticipating`.
         log_ratios: ``[B, T]``, for a trainer's figures: 0 where the closed form takes the ratio as 1, NaN at steps
             of weight zero.
-        seconds: per phase (forward, upstream, backward), if a clock was given.
+        seconds: per phase (forward, upstream, backward, and audit where there was one), if a clock was given.
     """
 
     loss: float
@@ -61,6 +62,7 @@ class Report:
     anticipating: bool
     log_ratios: Tensor = field(default_factory=lambda: torch.empty(0, 0), repr=False, compare=False)
     seconds: dict[str, float] = field(default_factory=dict)
+    audit_passes: int = 0
 
 
 def figures_of(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -13,7 +13,9 @@ from torch import Tensor
 
 from jagg_core.checks import require_one_of
 from jagg_core.choices import BackwardMode, PartlyClipped, UpstreamMode
+from jagg_core.distributed import on_any_rank
 from jagg_core.engine.aggregation import Aggregation
+from jagg_core.engine.meter import Meter, residual_weights
 from jagg_core.engine.modes import Modes, choose_modes
 from jagg_core.engine.passes import Passes
 from jagg_core.engine.report import RatioNoise, Report, figures_of, ratios_of
@@ -22,6 +24,7 @@ from jagg_core.objective import ClippedSurrogate
 from jagg_core.plans import Plan
 from jagg_core.policy import VelocityPolicy
 from jagg_core.trajectory import ReplayMismatch, Trajectory, policy_signature
+from jagg_core.transitions import expand
 
 
 def accumulate_gradients(
@@ -39,6 +42,7 @@ def accumulate_gradients(
     max_rows: int | None = None,
     clock: Callable[[], float] | None = None,
     backward_fn: Callable[[Tensor], None] | None = None,
+    audit: Meter | None = None,
 ) -> Report:
     """Adds the plan's gradient of the loss into ``.grad``, as ``backward()`` would.
 
@@ -72,9 +76,12 @@ def accumulate_gradients(
         clock: timer in seconds that waits for the device; with it the report has seconds per phase.
         backward_fn: replaces ``torch.autograd.backward`` where a trainer has a backward for scalars (Accelerate,
             DeepSpeed). It gets ``sum(v * u)``, whose gradient in the velocities v is u; its value means nothing.
+        audit: keeps a running cosine to the exact gradient. Where an audit is due, two more passes follow (one, if the
+            step is a knot), through ``backward_fn`` as the others; ``.grad`` is afterwards as without them.
 
     Raises:
-        ValueError: arguments that do not fit each other.
+        ValueError: arguments that do not fit each other; an audit of a plan that looks ahead or leaves steps out, or of
+            upstream gradients that are given.
         ReplayMismatch: plan, policy and trajectory disagree on the schedule or on settings.
         OffPolicyError: closed form off policy.
         FloatingPointError: a velocity is not finite. As after an `OffPolicyError` at a later knot, ``.grad`` may then
@@ -111,15 +118,24 @@ def accumulate_gradients(
     _require_fitting(trajectory, advantages, plan, objective, reference, scale)
     trajectory.require(sigmas=plan.sigmas, signature=policy_signature(policy))
     modes = choose_modes(policy, trajectory, plan, mode, backward, partly_clipped, max_rows)
+    if audit is not None and source is not None:
+        raise ValueError("audit must be None where upstream gradients are given: their residuals may not be orthogonal")
+    due = audit is not None and audit.is_due(plan)
     passes = Passes(policy, trajectory, plan, modes, clock, backward_fn)
     known = trajectory, advantages.to(trajectory.latents), plan, objective, reference, passes
     gradients = WAYS[modes.upstream](*known) if source is None else Given(*known, source=source)
     update = _Update(plan, modes, passes, gradients, Aggregation(plan, trajectory, scale))
     for bundle in update.bundles():
         update.run(bundle)
+    due = due and not on_any_rank(bool(passes.broken), trajectory.latents.device)
     if passes.broken:
         raise FloatingPointError(passes.broken)
     report = update.report(scale, objective)
+    if audit is not None and due:
+        more, start = Passes(policy, trajectory, plan, modes, None, backward_fn), clock() if clock else 0.0
+        audit.audit(plan, update.upstream_sizes(), lambda step: update.add_residual(step, scale, more))
+        seconds = {"audit": clock() - start} if clock else {}
+        report = replace(report, audit_passes=more.passes, seconds=report.seconds | seconds)
     tightest = min(abs(offset) for offset in objective.ratio_bounds)
     if modes.on_policy and report.log_ratio_p99 > tightest:
         warnings.warn(
@@ -228,6 +244,19 @@ class _Update:
             for n in touched:
                 if parts[n][0][-1] in bundle:
                     self.aggregation.run_exact(n, self.upstream.known, self.passes)
+
+    def upstream_sizes(self) -> Tensor:
+        """Computes ``|s_j|^2`` of every step, ``[T]``, fp64, without the samples that were made exact there."""
+        known = self.upstream.known
+        kept = [self.aggregation.approximated(j, known[j].gradient).double() for j in range(self.plan.steps)]
+        return torch.stack([gradient.square().sum() for gradient in kept])
+
+    def add_residual(self, step: int, scale: float, passes: Passes) -> None:
+        """Adds ``scale`` times the exact gradient of a step less the plan's into ``.grad``."""
+        gradient = self.aggregation.approximated(step, self.upstream.known[step].gradient)
+        for position, factor in residual_weights(self.plan, step).items():
+            velocity = passes.at_step(step) if position is None else passes.at_knots([position])[0]
+            passes.backward([velocity], [expand((scale * factor).to(gradient), gradient) * gradient])
 
     def report(self, scale: float, objective: ClippedSurrogate) -> Report:
         """Collects the counts and figures."""

@@ -66,6 +66,8 @@ class GRPOConfig:
             self._check_graphs()
         if plan.upstream == "pathwise":
             self._check_pathwise()
+        if self.run.audit_every:
+            self._check_audit()
         if plan.recalibrate_every and self.rollout.trained != "all":
             raise ValueError(f"recalibrate_every needs trained 'all', got {self.rollout.trained!r}")
         prompt_statistics = "prompt" in (self.advantage.centre, self.advantage.scale)
@@ -127,6 +129,18 @@ class GRPOConfig:
                 f"upstream pathwise needs samples of at least 3 where advantages are divided by the std of a prompt, "
                 f"got {self.rollout.samples}"
             )
+
+    def _check_audit(self) -> None:
+        """Refuse plans and upstream gradients whose residuals may not be orthogonal."""
+        import torch
+
+        from jagg_core.engine.meter import require_auditable
+        from jagg_core.grpo.plans import make_plan
+
+        if self.plan.upstream == "pathwise":
+            raise ValueError("audit_every is for the policy gradient: upstream must not be pathwise")
+        steps = self.rollout.trained_steps
+        require_auditable(make_plan(self.plan, torch.linspace(1, 1 / steps, steps, dtype=torch.float64), 0))
 
     def _check_graphs(self) -> None:
         given = self.optimizer

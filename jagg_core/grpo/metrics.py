@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from torch.utils.benchmark.utils.timer import timer
 
-STAGES = ("rollout", "reward", "forward", "upstream", "backward", "optimizer")
+STAGES = ("rollout", "reward", "forward", "upstream", "backward", "audit", "optimizer")
 """What the seconds of an update are counted for. Each includes its communication: waiting for slower ranks too."""
 
 
@@ -30,6 +30,11 @@ class Metrics:
             that are partly clipped were made exact. Mean over micro-batches.
         micro_batches: how often the plan was run: micro-batches of all optimizer steps, this rank.
         forwards: forwards of all of them, each over a micro-batch.
+        audits: what the running cosine is from; see `jagg_core.engine.Meter`.
+        audit_passes: differentiated passes of this update's audits, in neither ``passes`` nor ``forwards``.
+        audit_cosine: running cosine of the plan's gradient to exact; None before the first audit.
+        audit_cosine_low: lower end of its 95 % interval; None with too few audits.
+        audit_cosine_high: upper end.
         skipped: why the update was skipped; empty if it was not.
         total_s: seconds of the update as a whole, evaluation and checkpoint apart; this rank.
         seconds: by stage, and of them in collectives (``communication``, see `CollectiveClock`); this rank.
@@ -47,6 +52,11 @@ class Metrics:
     passes: float = 0
     micro_batches: int = 0
     forwards: int = 0
+    audits: int = 0
+    audit_passes: int = 0
+    audit_cosine: float | None = None
+    audit_cosine_low: float | None = None
+    audit_cosine_high: float | None = None
     skipped: str = ""
     total_s: float = 0.0
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(STAGES, 0.0))

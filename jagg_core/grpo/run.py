@@ -31,7 +31,10 @@ from jagg_core.strict_json import plain, read_json, write_json
 
 FREE = {
     "model": ("device",),
-    "run": ("updates", "checkpoint_every", "keep", "samples_every", "max_skipped", "timeout", "tensorboard", "wandb"),
+    "run": (
+        *("updates", "checkpoint_every", "keep", "samples_every", "max_skipped", "audit_every", "audit_below"),
+        *("timeout", "tensorboard", "wandb"),
+    ),
 }
 """Settings that a resumed run may change, beside those of ``parallel``; all others decide what is computed."""
 

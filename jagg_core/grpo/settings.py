@@ -336,6 +336,9 @@ class RunSettings:
         samples_every: updates between pictures of the samples that an evaluation scores, from before the first update
             to the last one; 0: none.
         max_skipped: the run stops once so many updates in a row were skipped for values that are not finite.
+        audit_every: optimizer steps for one audit, which makes two more passes over a micro-batch and keeps a running
+            cosine to the exact gradient (`jagg_core.engine.Meter`); for plans that do not look ahead. 0: none.
+        audit_below: warn when the interval of that cosine lies below it; 0: never.
         timeout: seconds that a rank waits for the others.
         tensorboard: also write event files.
         wandb: also log to this Weights & Biases project.
@@ -351,13 +354,17 @@ class RunSettings:
     eval_rewards: tuple[str, ...] = ()
     samples_every: int = 0
     max_skipped: int = 3
+    audit_every: int = 0
+    audit_below: float = 0.0
     timeout: int = 600
     tensorboard: bool = False
     wandb: str = ""
 
     def __post_init__(self) -> None:
         require_at_least(self, updates=1, checkpoint_every=0, keep=1, eval_every=0, eval_samples=1, eval_prompts=1)
-        require_at_least(self, samples_every=0, max_skipped=1, timeout=1)
+        require_at_least(self, samples_every=0, max_skipped=1, timeout=1, audit_every=0)
+        if not 0 <= self.audit_below < 1:
+            raise ValueError(f"audit_below must be at least 0 and below 1, got {self.audit_below}")
         for name, package in (("tensorboard", "'jagg-core[log]'"), ("wandb", "wandb")):
             if getattr(self, name) and find_spec(name) is None:
                 raise ValueError(f"{name} is not installed: pip install {package}")

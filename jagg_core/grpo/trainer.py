@@ -13,7 +13,7 @@ from torch.utils.benchmark.utils.timer import timer
 from jagg_core.advantages import advantage_slopes, group_advantages, groups_without_signal
 from jagg_core.backbones import schedule_of
 from jagg_core.distributed import FirstError, gathered, in_step, raise_together, rank, ranks, texts_of_ranks
-from jagg_core.engine import Report, accumulate_gradients
+from jagg_core.engine import Meter, Report, accumulate_gradients
 from jagg_core.grpo.config import GRPOConfig
 from jagg_core.grpo.graphs import require_memory
 from jagg_core.grpo.held_out import held_out
@@ -107,6 +107,10 @@ class GRPOTrainer:
         self.transition = TRANSITIONS[config.rollout.transition](config.rollout.eta)
         self.objective = ClippedSurrogate(**asdict(config.objective))
         self.update = 0
+        self.meter: Meter | None = None
+        if config.run.audit_every:
+            given, seed = config.run, derive_seed(config.run.seed, "meter")
+            self.meter = Meter(self.learner.masters.tensors, given.audit_every, seed, below=given.audit_below)
         self.plan = config.plan
         if config.plan.calibration:
             self._check_calibration()
@@ -274,14 +278,19 @@ class GRPOTrainer:
         passes = sum(report.passes for report in reports) / len(reports)
         metrics.passes = int(passes) if passes.is_integer() else passes
         metrics.forwards = sum(report.forwards for report in reports)
+        metrics.audit_passes = sum(report.audit_passes for report in reports)
+        if self.meter is not None:
+            now = self.meter.fidelity()
+            metrics.audits, metrics.audit_cosine = now.audits, now.cosine
+            metrics.audit_cosine_low, metrics.audit_cosine_high = now.low, now.high
 
     def _optimizer_step(
         self, batches: list[Collected], advantages: list[Tensor], part: range, metrics: Metrics
     ) -> list[Report] | str:
         """One optimizer step on the samples at the places ``part``; why it was skipped, if it was."""
         reports, place, reason = [], 0, ""
-        deferred = self.learner.deferred
-        if deferred is not None:
+        deferred, meter = self.learner.deferred, self.meter
+        if deferred is not None and not (meter is not None and meter.is_due_next):  # an audit reads reduced gradients
             deferred.keep()
         for batch, values in zip(batches, advantages, strict=True):
             inside = range(max(part.start - place, 0), min(part.stop - place, len(values)))
@@ -290,13 +299,14 @@ class GRPOTrainer:
                 continue
             try:
                 with timed(metrics, "upstream"):  # with all that is neither forward nor backward
-                    reports.append(self._accumulate(batch, values, inside, len(part)))
+                    reports.append(self._accumulate(batch, values, inside, len(part), meter))
             except FloatingPointError as error:
                 reason = reason or str(error)  # and on, for other ranks gather weights in every pass
+            meter = None
         for report in reports:
-            for stage in ("forward", "backward"):
-                metrics.seconds[stage] += report.seconds[stage]
-                metrics.seconds["upstream"] -= report.seconds[stage]
+            for stage in ("forward", "backward", "audit"):
+                metrics.seconds[stage] += report.seconds.get(stage, 0.0)
+                metrics.seconds["upstream"] -= report.seconds.get(stage, 0.0)
         if deferred is not None:
             with timed(metrics, "backward"):
                 deferred.reduce()
@@ -310,7 +320,9 @@ class GRPOTrainer:
         metrics.loss = sum(report.loss for report in reports)
         return reports if metrics.grad_norm is not None else "the gradient is not finite"
 
-    def _accumulate(self, batch: Collected, advantages: Tensor, inside: range, samples: int) -> Report:
+    def _accumulate(
+        self, batch: Collected, advantages: Tensor, inside: range, samples: int, meter: Meter | None
+    ) -> Report:
         """Add the gradient of some samples of a micro-batch; the loss is the mean over ``samples`` and their steps.
 
         ``advantages``: of the micro-batch, or their slopes for pathwise gradients.
@@ -333,6 +345,7 @@ class GRPOTrainer:
             scale=1 / (samples * trajectory.steps),
             partly_clipped=given.partly_clipped,
             clock=timer,
+            audit=meter,
         )
 
     def _accumulate_pathwise(self, batch: Collected, slopes: Tensor, scale: float) -> Report:
@@ -400,7 +413,8 @@ class GRPOTrainer:
     def state(self) -> dict[str, Any]:
         """What a checkpoint holds besides tensors."""
         counts = {"optimizer_steps": self.learner.steps, "skipped": self.skipped, "in_a_row": self.skipped_in_a_row}
-        return counts | {"knots": list(self.plan.knots), "inputs": self.inputs}
+        meter = {} if self.meter is None else {"meter": self.meter.state()}
+        return counts | {"knots": list(self.plan.knots), "inputs": self.inputs} | meter
 
     def restore(self, update: int, state: dict[str, Any]) -> None:
         """Go on after ``update``, once the learner's tensors were read."""
@@ -408,4 +422,6 @@ class GRPOTrainer:
         self.skipped, self.skipped_in_a_row = int(state["skipped"]), int(state["in_a_row"])
         if state["knots"]:
             self._take_knots(tuple(state["knots"]))
+        if self.meter is not None and "meter" in state:
+            self.meter.restore(state["meter"])
         self.learner.restored(int(state["optimizer_steps"]))

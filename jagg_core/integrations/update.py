@@ -9,7 +9,7 @@ from typing import Any, Literal
 from torch import Tensor
 
 from jagg_core.checks import require_one_of
-from jagg_core.engine import PartlyClipped, Report, UpstreamMode, accumulate_gradients
+from jagg_core.engine import Meter, PartlyClipped, Report, UpstreamMode, accumulate_gradients
 from jagg_core.objective import ClippedSurrogate
 from jagg_core.plans import Plan
 from jagg_core.policy import VelocityPolicy
@@ -36,6 +36,7 @@ def plan_update(
     backward_fn: Callable[[Tensor], None] | None = None,
     accelerator: Any = None,
     models: Sequence[Any] = (),
+    audit: Meter | None = None,
 ) -> Report:
     """Adds the plan's gradient of a micro-batch into ``.grad``, in the place of a loop over its T steps.
 
@@ -65,10 +66,14 @@ def plan_update(
         backward_fn: a backward for scalars, of a trainer without Accelerate.
         accelerator: an ``accelerate.Accelerator``, DeepSpeed's included. Not together with ``backward_fn``.
         models: what the loop gives to ``accelerator.accumulate``.
+        audit: keeps a running cosine to the exact gradient, from the first micro-batch after the gradients were cleared
+            in one of ``audit.every`` optimizer steps; two more passes there. Its calls of ``backward`` share the last
+            context, and ``.grad`` is afterwards as without them.
 
     Raises:
         ValueError: settings that do not fit each other; an optimizer step of the loop within the T steps; under
-            DeepSpeed, passes whose number depends on what is clipped. All before any forward.
+            DeepSpeed, passes whose number depends on what is clipped, or an audit, which reads ``.grad``; under FSDP1
+            an audit. All before any forward.
         ReplayMismatch, OffPolicyError, FloatingPointError: see `jagg_core.engine.accumulate_gradients`.
     """
     require_one_of("backward", backward, HostBackward)
@@ -92,11 +97,15 @@ def plan_update(
             max_rows=max_rows,
             clock=clock,
             backward_fn=through,
+            audit=audit,
         )
 
     if accelerator is None:
         return run(backward_fn)
-    if _steps_in_backward(accelerator) and upstream in ("auto", "autograd") and partly_clipped == "exact":
+    kind = _kind(accelerator)
+    if audit is not None and (kind == "DEEPSPEED" or (kind == "FSDP" and not getattr(accelerator, "is_fsdp2", False))):
+        raise ValueError(f"audit must be None under {kind}, which does not keep gradients in .grad; FSDP2 does")
+    if kind == "DEEPSPEED" and upstream in ("auto", "autograd") and partly_clipped == "exact":
         raise ValueError(
             "DeepSpeed steps the optimizer in every backward call of the last context, and partly_clipped='exact' "
             f"makes as many as clipping asks for under upstream={upstream!r}: use partly_clipped='keep'"
@@ -129,8 +138,8 @@ def _backward_calls(plan: Plan, backward: HostBackward, batch: int, max_rows: in
     return 1 if max_rows is None else -(-plan.passes // max(max_rows // batch, 1))
 
 
-def _steps_in_backward(accelerator: Any) -> bool:
-    return str(getattr(accelerator.distributed_type, "value", accelerator.distributed_type)) == "DEEPSPEED"
+def _kind(accelerator: Any) -> str:
+    return str(getattr(accelerator.distributed_type, "value", accelerator.distributed_type))
 
 
 class _Window:

@@ -60,6 +60,11 @@ ADAPTED = changed(
 
 PATHWISE = changed(SMALL, plan={"upstream": "pathwise"}, rollout={"samples": 3})
 
+AUDITED = changed(
+    SMALL, model={"dtype": "float64"}, rollout={"micro_batch": 2}, objective={"clip_range": 1.0}, run={"audit_every": 1}
+)
+"""Every optimizer step is audited, on the one micro-batch of each rank."""
+
 BROKEN_AT = {"rollout": 2, "update": 5}
 """Which of a policy's velocities is not a number: it makes five in a rollout, then those of the update."""
 
@@ -105,6 +110,7 @@ def work(rank: int, folder: Path) -> dict[str, Any]:
             "broken": _broken(rank),
             "refused": _refused(rank),
             "pathwise": asdict(GRPOTrainer(PATHWISE).step()),
+            "audited": {name: _audited(parallel) for name, parallel in PARALLEL.items()},
         }
         moved: dict[str, list[Tensor]] = {}
         for name, parallel in PARALLEL.items():
@@ -114,6 +120,17 @@ def work(rank: int, folder: Path) -> dict[str, Any]:
         pairs = zip(moved[one], moved[other], strict=True)
         found[other]["difference"] = max((a - b).abs().max().item() for a, b in pairs if a.numel())
     return found
+
+
+def _audited(parallel: dict[str, Any]) -> dict[str, Any]:
+    """What an audit says, and the weights' largest difference to those without it."""
+    trainers = [GRPOTrainer(changed(AUDITED, parallel=parallel, run={"audit_every": every})) for every in (1, 0)]
+    for trainer in trainers:
+        trainer.step()
+    pairs = zip(*map(_weights, trainers), strict=True)
+    apart = max((one - other).abs().max().item() for one, other in pairs if one.numel())
+    assert trainers[0].meter is not None
+    return {"apart": apart, "state": trainers[0].meter.state()}
 
 
 def _update(config: GRPOConfig, moved: list[Tensor] | None = None) -> dict[str, Any]:

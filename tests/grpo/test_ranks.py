@@ -9,7 +9,7 @@ import pytest
 
 from jagg_core.grpo import GRPOTrainer
 from jagg_core.grpo.communication import covered
-from tests.grpo.ranks import ADAPTED, BROKEN_AT, PARALLEL, PATHWISE, SLEEP, SMALL, work
+from tests.grpo.ranks import ADAPTED, AUDITED, BROKEN_AT, PARALLEL, PATHWISE, SLEEP, SMALL, work
 from tests.grpo.runs import changed
 from tests.spawning import run_ranks
 
@@ -107,3 +107,18 @@ def test_pathwise_updates_are_those_of_one_rank(found: list[dict[str, Any]]) -> 
     for rank in found:
         assert rank["pathwise"]["grad_norm"] == pytest.approx(alone.grad_norm, rel=1e-4)
         assert rank["pathwise"]["passes"] == alone.passes
+
+
+@pytest.mark.parametrize("name", PARALLEL)
+def test_an_audit_on_two_ranks_is_that_of_one(found: list[dict[str, Any]], name: str) -> None:
+    """The micro-batch of two ranks together is one of twice as many samples on one rank."""
+    alone = GRPOTrainer(changed(AUDITED, rollout={"micro_batch": 4}))
+    alone.step()
+    assert alone.meter is not None
+    [expected] = alone.meter.state()["audits"]
+    for rank in found:
+        audited = rank["audited"][name]
+        [figures] = audited["state"]["audits"]
+        # gradients of ranks are means, and the loss is a mean over this rank's samples: twice as large
+        assert figures == pytest.approx(expected, rel=1e-6)
+        assert audited["apart"] < 1e-12

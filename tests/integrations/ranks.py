@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from accelerate import Accelerator
 from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
-from jagg_core.engine import accumulate_gradients
+from jagg_core.engine import Meter, accumulate_gradients
 from jagg_core.integrations import HostPolicy, plan_update
 from jagg_core.objective import ClippedSurrogate
 from jagg_core.plans import causal_plan, jagg_plan
@@ -55,6 +56,35 @@ def reentrant_cases(rank: int) -> dict[str, Any]:
         except ValueError as error:
             found[backward] = str(error)
             assert field.inner.grad is None
+    return found
+
+
+def audited_cases(rank: int) -> dict[str, Any]:
+    """With a reduction and without one: what an audit says under DistributedDataParallel, and what it changes."""
+    found: dict[str, Any] = {}
+    for synchronised in (True, False):
+        gradients, meter = [], None
+        for audited in (False, True):
+            field = Field()
+            wrapped = torch.nn.parallel.DistributedDataParallel(field, gradient_as_bucket_view=True)
+            trajectory = rollout_of(field, rank, False)
+            plan = causal_plan(trajectory.sigmas, [0, 2, 4])
+            meter = Meter(list(field.parameters()), every=1) if audited else None
+            with nullcontext() if synchronised else wrapped.no_sync():
+                plan_update(
+                    HostPolicy(wrapped, field.parameters()),
+                    trajectory,
+                    ADVANTAGES,
+                    plan,
+                    OBJECTIVE,
+                    scale=1.0,
+                    backward="batched",
+                    audit=meter,
+                )
+            gradients.append(flat_gradient(field))
+        assert meter is not None
+        same = torch.equal(*gradients)
+        found[str(synchronised)] = {"same": same, "audits": meter.state()["audits"], "size": gradients[1].norm().item()}
     return found
 
 
@@ -120,4 +150,5 @@ def under_accelerate(rank: int, field: Field, alone: dict[str, list[float]]) -> 
             "alone": alone[name],
         }
     results["reentrant"] = reentrant_cases(rank)
+    results["audited"] = audited_cases(rank)
     return results

@@ -45,3 +45,15 @@ def test_a_joint_backward_through_reentrant_checkpointing_is_refused(results: li
     assert here["joint"] == there["joint"]
     assert "use_reentrant=False" in here["joint"]
     assert here["batched"] == there["batched"]
+
+
+def test_an_audit_sees_the_gradient_that_the_last_pass_left(results: list[dict[str, Any]]) -> None:
+    """That of all ranks where they were reduced; else each rank its own, and the figures are means over ranks."""
+    here, there = (rank["audited"] for rank in results)
+    for case in ("True", "False"):
+        assert here[case]["same"] and there[case]["same"]
+        assert here[case]["audits"] == there[case]["audits"]
+    size = here["True"]["size"]
+    assert here["True"]["audits"][0][0] == pytest.approx(size**2, rel=1e-9)
+    sizes = [rank["False"]["size"] ** 2 for rank in (here, there)]
+    assert here["False"]["audits"][0][0] == pytest.approx(sum(sizes) / 2, rel=1e-9)

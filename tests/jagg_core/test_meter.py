@@ -92,7 +92,9 @@ def every_audit(
 PLANS = {
     "causal": CAUSAL,
     "shifted": causal_plan(SIGMAS, [0, 2, 4], predict=True),
-    "rows apart": dataclasses.replace(CAUSAL, weights=CAUSAL.weights * torch.tensor([1.0, 0.9, 1.1, 1.0])[:, None, None]),
+    "rows apart": dataclasses.replace(
+        CAUSAL, weights=CAUSAL.weights * torch.tensor([1.0, 0.9, 1.1, 1.0])[:, None, None]
+    ),
 }
 
 
@@ -151,7 +153,13 @@ def test_gradients_generators_and_counts_are_those_without_an_audit(backward: st
         torch.manual_seed(5)
         reports = [
             accumulate_gradients(
-                policy, trajectory, ADVANTAGES, CAUSAL, OBJECTIVE, backward=backward, audit=meter  # type: ignore[arg-type]
+                policy,
+                trajectory,
+                ADVANTAGES,
+                CAUSAL,
+                OBJECTIVE,
+                backward=backward,
+                audit=meter,  # type: ignore[arg-type]
             )
             for _ in range(2)
         ]

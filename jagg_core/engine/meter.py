@@ -20,9 +20,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from jagg_core.checks import require_at_least
-from jagg_core.distributed import AROUND, Sharding, on_any_rank, ranks
+from jagg_core.distributed import AROUND, on_any_rank, ranks
 from jagg_core.plans import Plan
 from jagg_core.seeding import derive_seed, generator_for
+from jagg_core.sharding import Sharding
 
 FEWEST = 4
 """Audits that an interval needs."""

@@ -267,6 +267,7 @@ class _Update:
             **figures_of(known, log_ratios, scale, objective),
             partly_clipped=self.aggregation.mixed,
             passes=passes.passes,
+            audit_passes=0,
             forwards=passes.forwards,
             reference_forwards=self.upstream.reference_forwards,
             backward_calls=passes.backward_calls,

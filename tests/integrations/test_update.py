@@ -266,7 +266,7 @@ def test_a_backward_of_the_hosts_own() -> None:
     [
         ({"backward": "auto"}, "backward must be one of .* got 'auto'"),
         ({"upstream": "exact"}, "upstream must be one of .* got 'exact'"),
-        ({"backward_fn": torch.Tensor.backward, "accelerator": object()}, "backward_fn must be None with it"),
+        ({"backward_fn": torch.Tensor.backward, "accelerator": object()}, "backward_fn must be None with accelerator"),
         ({"advantages": ADVANTAGES[:, None] * torch.arange(5)}, r"advantages must have shape \[4\] or \[4, 6\], got"),
     ],
 )

@@ -20,7 +20,7 @@ from jagg_core.strict_json import read_json
 FALL = 2
 """Usual changes between evaluations that a watched reward has to fall by before a page names it."""
 PICTURES = 3
-"""Pictures of a run: of its begin, middle and end."""
+"""Pictures of a run: of its beginning, middle and end."""
 WIDTHS = (480, 240, 120)
 """Pixels to which they are reduced: the largest with which all are within `PICTURE_BYTES`."""
 PICTURE_BYTES = 700_000
@@ -41,14 +41,14 @@ def sentences(runs: Sequence[Run], frames: dict[str, pd.DataFrame]) -> list[str]
 
 def _learned(runs: Sequence[Run], frames: dict[str, pd.DataFrame]) -> str:
     reward, ends, arms = runs[0].reward, frames["ends"], frames["arms"]
-    own = ends[ends["reward"] == reward]
-    if own.empty:
+    selected = ends[ends["reward"] == reward]
+    if selected.empty:
         return "Reward: these runs share no update at which it is known."
-    kind = "held out" if own["held_out"].iloc[0] else "training samples"
-    first, last = int(own["first"].iloc[0]), int(own["last"].iloc[0])
+    kind = "held out" if selected["held_out"].iloc[0] else "training samples"
+    first, last = int(selected["first"].iloc[0]), int(selected["last"].iloc[0])
     parts = []
     for _, row in arms.iterrows():
-        part = own[own["arm"] == row["arm"]]
+        part = selected[selected["arm"] == row["arm"]]
         seeds = f"{row['seeds']} seed" + ("s" if row["seeds"] > 1 else "")
         name = f"{row['arm']}: " if len(arms) > 1 else ""
         text = f"{name}from {part['begins'].mean():.4g} to {_interval(row, reward, '.4g')} ({seeds})"
@@ -65,8 +65,8 @@ def _learned(runs: Sequence[Run], frames: dict[str, pd.DataFrame]) -> str:
 def _cost(frames: dict[str, pd.DataFrame]) -> str:
     parts = []
     for _, row in frames["arms"].iterrows():
-        own = frames["seconds"][frames["seconds"]["arm"] == row["arm"]]
-        stages = own.drop(columns=["arm", "update"]).sum()
+        selected = frames["seconds"][frames["seconds"]["arm"] == row["arm"]]
+        stages = selected.drop(columns=["arm", "update"]).sum()
         large = (stages / max(stages.sum(), 1e-12)).sort_values(ascending=False)[:3]
         shares = ", ".join(f"{name} {share:.0%}" for name, share in large.items())
         name = f"{row['arm']}: " if len(frames["arms"]) > 1 else ""
@@ -79,38 +79,38 @@ def _cost(frames: dict[str, pd.DataFrame]) -> str:
 def _health(runs: Sequence[Run], frames: dict[str, pd.DataFrame]) -> str:
     """Names what a trainer would stop a run for; each with its figures."""
     table, several = frames["log"], len(runs) > 1
-    found = []
+    result = []
     for run in runs:
-        own = table[(table["arm"] == run.arm) & (table["seed"] == run.seed) & (table["log"] == "metrics")]
+        selected = table[(table["arm"] == run.arm) & (table["seed"] == run.seed) & (table["log"] == "metrics")]
 
-        def of(figure: str, own: pd.DataFrame = own) -> pd.Series:
-            return own.loc[own["figure"] == figure, "value"]
+        def of(figure: str, selected: pd.DataFrame = selected) -> pd.Series:
+            return selected.loc[selected["figure"] == figure, "value"]
 
         where = f" ({run.arm}, seed {run.seed})" if several else ""
         updates = len(run.logs["metrics"])
         if of("skipped").sum():
-            found.append(f"{int(of('skipped').sum())} of {updates} updates were skipped{where}")
+            result.append(f"{int(of('skipped').sum())} of {updates} updates were skipped{where}")
         without = int((of("groups_without_signal") > 0).sum())
         if without:
-            found.append(f"{without} of {updates} updates had prompts without signal{where}")
+            result.append(f"{without} of {updates} updates had prompts without signal{where}")
         if len(of("clipped_share")) and of("clipped_share").max() > 0.5:
-            found.append(f"up to {of('clipped_share').max():.0%} of the samples' steps were clipped{where}")
+            result.append(f"up to {of('clipped_share').max():.0%} of the samples' steps were clipped{where}")
         limit = float(run.config["optimizer"]["max_grad_norm"])
         above = int((of("grad_norm") > limit).sum())
         if 2 * above > updates:
-            found.append(f"the gradient was scaled down in {above} of {updates} updates{where}")
+            result.append(f"the gradient was scaled down in {above} of {updates} updates{where}")
         for name, part in _watched(frames["log"], run).items():
             fall = part.iloc[0] - part.iloc[-1]
             if len(part) > 2 and fall > FALL * part.diff().abs().median():
-                found.append(f"{name}, watched, fell from {part.iloc[0]:.4g} to {part.iloc[-1]:.4g}{where}")
-    return "Look at: " + ("; ".join(found) or "nothing; no update was skipped or without signal") + "."
+                result.append(f"{name}, watched, fell from {part.iloc[0]:.4g} to {part.iloc[-1]:.4g}{where}")
+    return "Look at: " + ("; ".join(result) or "nothing; no update was skipped or without signal") + "."
 
 
 def _watched(table: pd.DataFrame, run: Run) -> dict[str, pd.Series]:
     """Gives the held-out rewards of a run that nothing rewards, by name and update."""
-    own = table[(table["arm"] == run.arm) & (table["seed"] == run.seed) & (table["log"] == "evaluation")]
-    own = own[~own["figure"].isin([run.reward, "evaluation_s"])]
-    return {str(name): part.set_index("update")["value"] for name, part in own.groupby("figure", sort=False)}
+    selected = table[(table["arm"] == run.arm) & (table["seed"] == run.seed) & (table["log"] == "evaluation")]
+    selected = selected[~selected["figure"].isin([run.reward, "evaluation_s"])]
+    return {str(name): part.set_index("update")["value"] for name, part in selected.groupby("figure", sort=False)}
 
 
 def pictures_of(runs: Sequence[Run]) -> list[tuple[Run, dict[int, str]]]:
@@ -121,12 +121,12 @@ def pictures_of(runs: Sequence[Run]) -> list[tuple[Run, dict[int, str]]]:
         places = sorted({round(i * (len(there) - 1) / (PICTURES - 1)) for i in range(PICTURES)}) if there else []
         chosen.append((run, dict(there[place] for place in places)))
     for width in WIDTHS:
-        found = [
+        result = [
             (run, {update: data_uri(_reduced(path, width)) for update, path in some.items()}) for run, some in chosen
         ]
-        if sum(len(data) for _, some in found for data in some.values()) <= PICTURE_BYTES:
+        if sum(len(data) for _, some in result for data in some.values()) <= PICTURE_BYTES:
             break
-    return [one for one in found if one[1]]
+    return [one for one in result if one[1]]
 
 
 def _reduced(path: Path, width: int) -> bytes:
@@ -166,17 +166,17 @@ def write_run_report(folders: Sequence[Path], out: Path) -> tuple[Path, dict[str
     frames = run_tables.all_tables(runs)
     further = run_tables.further(frames["log"])
     figures = write_tables_and_figures(out, frames, make_figures(runs, frames, further))
-    shown, said = printable(runs, frames), sentences(runs, frames)
+    shown, lines = printable(runs, frames), sentences(runs, frames)
     prompts = runs[0].folder / "samples" / "prompts.json"
     page = render(
         "run.html",
         shown=shown,
         runs=runs,
-        findings=said,
+        findings=lines,
         pictures=figures,
         samples=pictures_of(runs),
         prompts=read_json(prompts) if prompts.exists() else [],
         tables_written=sorted(frames),
     )
     write_atomically(out / "report.html", page.encode())
-    return out / "report.html", shown, said
+    return out / "report.html", shown, lines

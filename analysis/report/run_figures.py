@@ -31,10 +31,10 @@ RUNS_DRAWN = 4
 
 def _panel(axes: Axes, table: pd.DataFrame, log: str, figure: str) -> None:
     """A line per arm, its interval over seeds as a band."""
-    own = table[(table["log"] == log) & (table["figure"] == figure)]
+    selected = table[(table["log"] == log) & (table["figure"] == figure)]
     arms = list(dict.fromkeys(table["arm"]))
     for place, arm in enumerate(arms):
-        part = own[own["arm"] == arm].sort_values("update")
+        part = selected[selected["arm"] == arm].sort_values("update")
         if part.empty:
             continue
         colour, line = COLOURS[place % len(COLOURS)], LINES[place % len(LINES)]
@@ -46,7 +46,7 @@ def _panel(axes: Axes, table: pd.DataFrame, log: str, figure: str) -> None:
     axes.set_xlim(0, max(1, table["update"].max()) * 1.02)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     if log == "metrics" and figure in POLICY:
-        top = max(1.1 * own["mean"].max(), own["high"].astype(float).max())
+        top = max(1.1 * selected["mean"].max(), selected["high"].astype(float).max())
         axes.set_ylim(0, top if top > 0 else 1)
 
 

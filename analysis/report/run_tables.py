@@ -120,18 +120,18 @@ def logged(runs: Sequence[Run]) -> pd.DataFrame:
 
 def _number(text: str) -> float | None:
     try:
-        found = float(text)
+        result = float(text)
     except ValueError:
         return None
-    return found if math.isfinite(found) else None
+    return result if math.isfinite(result) else None
 
 
 def by_update(table: pd.DataFrame) -> pd.DataFrame:
     """Computes means over an arm's seeds with 95 % t intervals; they are empty for one seed."""
     rows = []
     for (arm, log, figure, update), part in table.groupby(["arm", "log", "figure", "update"], sort=False):
-        found = paired(part["value"].tolist())
-        rows.append((arm, log, figure, update, found.n, found.mean, found.low, found.high))
+        result = paired(part["value"].tolist())
+        rows.append((arm, log, figure, update, result.n, result.mean, result.low, result.high))
     return pd.DataFrame(rows, columns=["arm", "log", "figure", "update", "n", "mean", "low", "high"])
 
 
@@ -199,14 +199,14 @@ def arms(runs: Sequence[Run], table: pd.DataFrame, reached: pd.DataFrame) -> pd.
     metrics = table[table["log"] == "metrics"]
     paced = metrics[metrics["figure"] == "total_s"].groupby(["arm", "seed"])["value"].median()
     for arm in names:
-        own = metrics[metrics["arm"] == arm]
+        logged_rows = metrics[metrics["arm"] == arm]
         of_arm = [run for run in runs if run.arm == arm]
         row: dict[str, Any] = {
             "arm": arm,
             "seeds": len(of_arm),
             "updates": min(len(run.logs["metrics"]) for run in of_arm),
-            "skipped": int(own.loc[own["figure"] == "skipped", "value"].sum()),
-            "passes": own.loc[(own["figure"] == "passes") & (own["value"] > 0), "value"].mean(),
+            "skipped": int(logged_rows.loc[logged_rows["figure"] == "skipped", "value"].sum()),
+            "passes": logged_rows.loc[(logged_rows["figure"] == "passes") & (logged_rows["value"] > 0), "value"].mean(),
         }
         for reward, part in reached.groupby("reward", sort=False):
             final = part.set_index(["arm", "seed"])["ends"]
@@ -230,20 +230,20 @@ def _geometric(name: str, values: pd.Series) -> dict[str, float | None]:
     return {key: None if value is None else math.exp(value) for key, value in logs.items()}
 
 
-def _columns(name: str, found: Paired) -> dict[str, float | None]:
-    return {name: found.mean, f"{name}_low": found.low, f"{name}_high": found.high}
+def _columns(name: str, result: Paired) -> dict[str, float | None]:
+    return {name: result.mean, f"{name}_low": result.low, f"{name}_high": result.high}
 
 
 def further(table: pd.DataFrame) -> list[tuple[str, str]]:
     """Lists logs and figures that have no other place on the page, such as those of a meter."""
-    found = dict.fromkeys(zip(table["log"], table["figure"], strict=True))
+    result = dict.fromkeys(zip(table["log"], table["figure"], strict=True))
     return [
         (log, figure)
-        for log, figure in found
+        for log, figure in result
         if not figure.endswith("_s")
         and log not in ("evaluation", "recalibration")
         and (log != "metrics" or figure not in DRAWN)
-        and not (figure.endswith(("_low", "_high")) and (log, figure.rpartition("_")[0]) in found)
+        and not (figure.endswith(("_low", "_high")) and (log, figure.rpartition("_")[0]) in result)
     ]
 
 

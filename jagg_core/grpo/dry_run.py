@@ -109,8 +109,8 @@ def _scaled(
 ) -> Estimate:
     """From the figures of ``timed`` micro-batches to those of the run."""
     given, run, optimizer = config.rollout, config.run, config.optimizer
-    own = given.batch // ranks()
-    batches = math.ceil(own / given.micro_batch)
+    share = given.batch // ranks()
+    batches = math.ceil(share / given.micro_batch)
     optimizer_steps = optimizer.epochs * optimizer.steps_per_rollout
     spent = {name: value / timed for name, value in metrics.seconds.items()}
     gradient = spent["forward"] + spent["upstream"] + spent["backward"]
@@ -155,7 +155,7 @@ def _resident() -> int:
     return peak if sys.platform == "darwin" else peak * 1024
 
 
-def lines(config: GRPOConfig, folder: Path, found: Estimate) -> list[str]:
+def lines(config: GRPOConfig, folder: Path, result: Estimate) -> list[str]:
     """Says what a run would take, for a terminal."""
     run = config.run
     files = ["config.json", "environment.json", "metrics.csv", "weights.safetensors"]
@@ -164,16 +164,16 @@ def lines(config: GRPOConfig, folder: Path, found: Estimate) -> list[str]:
     kept = min(run.keep, 1 + (run.updates - 1) // run.checkpoint_every if run.checkpoint_every else 1)
     wide = 20
     rows = {
-        "passes": f"{found.passes:g} of {config.rollout.trained_steps} trained steps",
-        "network, an update": f"{found.rollout_evaluations} evaluations in rollouts, {found.update_forwards} forwards "
-        f"and {found.update_backwards} backwards in the gradient, of single samples over all ranks",
-        "network, held out": f"{found.held_out_evaluations} evaluations in {found.looks} looks",
-        "memory, this rank": f"{found.memory_bytes / 2**30:.2f} GiB at the peak of a micro-batch, and "
-        f"{found.stored_bytes / 2**30:.2f} GiB of stored rollouts",
-        "seconds": f"{found.update_s:.3g} an update, {found.look_s:.3g} a look at held-out samples",
-        "minutes": f"{found.seconds / 60:.3g} for {run.updates} updates, from one timed update on a micro-batch",
-        "would write": f"{', '.join(files)} in {folder}: weights of {found.weights_bytes / 2**20:.1f} MiB and {kept} "
-        f"checkpoints of {found.checkpoint_bytes / 2**20:.1f} MiB",
+        "passes": f"{result.passes:g} of {config.rollout.trained_steps} trained steps",
+        "network, an update": f"{result.rollout_evaluations} evaluations in rollouts, {result.update_forwards} "
+        f"forwards and {result.update_backwards} backwards in the gradient, of single samples over all ranks",
+        "network, held out": f"{result.held_out_evaluations} evaluations in {result.looks} looks",
+        "memory, this rank": f"{result.memory_bytes / 2**30:.2f} GiB at the peak of a micro-batch, and "
+        f"{result.stored_bytes / 2**30:.2f} GiB of stored rollouts",
+        "seconds": f"{result.update_s:.3g} an update, {result.look_s:.3g} a look at held-out samples",
+        "minutes": f"{result.seconds / 60:.3g} for {run.updates} updates, from one timed update on a micro-batch",
+        "would write": f"{', '.join(files)} in {folder}: weights of {result.weights_bytes / 2**20:.1f} MiB and {kept} "
+        f"checkpoints of {result.checkpoint_bytes / 2**20:.1f} MiB",
     }
     notes = []
     if config.plan.recalibrate_every:

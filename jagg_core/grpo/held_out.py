@@ -60,12 +60,12 @@ def held_out(trainer: GRPOTrainer, *, score: bool = True, draw: bool = True) -> 
     """
     given, backbone = trainer.config.run, trainer.learner.backbone
     rewards = {trainer.config.reward.name: trainer.reward} | trainer.watched if score else {}
-    own = samples_of(held_out_prompts(trainer), given.eval_samples, rank(), ranks())
+    samples_here = samples_of(held_out_prompts(trainer), given.eval_samples, rank(), ranks())
     values: dict[str, list[Tensor]] = {name: [] for name in rewards}
     pictures: list[Tensor] = []
     broken = FirstError()
     with trainer.learner.averaged():
-        for samples in own.split(trainer.config.rollout.micro_batch):
+        for samples in samples_here.split(trainer.config.rollout.micro_batch):
             with broken.keep(FloatingPointError):
                 final = _final(trainer, samples)
             if broken.error is None:
@@ -78,7 +78,7 @@ def held_out(trainer: GRPOTrainer, *, score: bool = True, draw: bool = True) -> 
             if broken.error is not None and ranks() == 1:
                 break
     raise_together(broken.error, backbone.device)
-    means = {name: float(gathered(torch.cat(found)).mean()) for name, found in values.items()}
+    means = {name: float(gathered(torch.cat(scores)).mean()) for name, scores in values.items()}
     return HeldOut(means, gathered(torch.cat(pictures)) if draw else None)
 
 

@@ -126,11 +126,11 @@ def _go_on(
 
     def look(*, score: bool, draw: bool) -> None:
         start = timer()
-        found = held_out(trainer, score=score, draw=draw)
+        result = held_out(trainer, score=score, draw=draw)
         if score:
-            add("evaluation", {"update": trainer.update, **found.rewards, "evaluation_s": timer() - start})
-        if found.images is not None:
-            images = found.images
+            add("evaluation", {"update": trainer.update, **result.rewards, "evaluation_s": timer() - start})
+        if result.images is not None:
+            images = result.images
             with _writing(folder):
                 on_first_rank(lambda: logs.draw(trainer.update, images, config.run.eval_samples), device)
 

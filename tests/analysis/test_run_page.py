@@ -39,7 +39,7 @@ def stored(folder: Path, *, seed: int = 0, gain: float = 0.1, pace: float = 2.0,
     return folder
 
 
-def said(*folders: Path) -> list[str]:
+def lines_of(*folders: Path) -> list[str]:
     runs = read_runs(folders)
     return sentences(runs, all_tables(runs))
 
@@ -77,12 +77,12 @@ def test_seeds_become_means_with_intervals_and_arms_are_compared_by_shared_seeds
     half = 12.7062047 * 0.2  # t with one degree of freedom times the standard error of 0.6 and 1.0
     assert (row["n"], row["mean"]) == (2, pytest.approx(0.8))
     assert (row["low"], row["high"]) == (pytest.approx(0.8 - half), pytest.approx(0.8 + half))
-    found = arms(runs, table, ends(runs, table)).iloc[1]
+    result = arms(runs, table, ends(runs, table)).iloc[1]
     half = 12.7062047 * 0.2  # of the differences 0.4 and 0.8
-    assert found["ink difference"] == pytest.approx(0.6)
-    assert found["ink difference_low"] == pytest.approx(0.6 - half)
-    assert found["sharpness difference"] == 0
-    assert (found["seconds"], found["seconds_ratio"]) == (pytest.approx(1), pytest.approx(0.5))
+    assert result["ink difference"] == pytest.approx(0.6)
+    assert result["ink difference_low"] == pytest.approx(0.6 - half)
+    assert result["sharpness difference"] == 0
+    assert (result["seconds"], result["seconds_ratio"]) == (pytest.approx(1), pytest.approx(0.5))
     page, _, lines = write_run_report(folders, tmp_path / "page")
     assert "not resolved" in lines[0] and "0.50 [0.50, 0.50] of the first's" in lines[1]
     assert page.parent == tmp_path / "page" and not (folders[0] / "report.html").exists()
@@ -94,7 +94,7 @@ def test_without_evaluations_the_training_samples_stand_for_the_reward(tmp_path:
     runs = read_runs([folder])
     [row] = ends(runs, logged(runs)).to_dict("records")
     assert (row["held_out"], row["begins"], row["ends"]) == (False, pytest.approx(0.4), pytest.approx(0.7))
-    assert said(folder)[0].startswith("Reward ink, training samples, updates 1 to 4: from 0.4 to 0.7")
+    assert lines_of(folder)[0].startswith("Reward ink, training samples, updates 1 to 4: from 0.4 to 0.7")
 
 
 def test_columns_of_a_meter_and_other_logs_are_drawn(tmp_path: Path) -> None:
@@ -110,14 +110,14 @@ def test_columns_of_a_meter_and_other_logs_are_drawn(tmp_path: Path) -> None:
 
 def test_what_a_trainer_would_stop_a_run_for_is_named(tmp_path: Path) -> None:
     folder = stored(tmp_path / "run")
-    assert said(folder)[2] == "Look at: nothing; no update was skipped or without signal."
+    assert lines_of(folder)[2] == "Look at: nothing; no update was skipped or without signal."
     evaluation, metrics = Log(folder / "evaluation.csv", 4), Log(folder / "metrics.csv", 4)
     for update, sharpness in ((6, 0.4), (8, 0.3), (10, 0.2)):
         evaluation.add({"update": update, "ink": 1.0, "sharpness": sharpness, "evaluation_s": 1.0})
     metrics.add({"update": 5, "skipped": 1, "reason": "nan", "total_s": 1.0, "groups_without_signal": 2})
-    [_, _, found] = said(folder)
-    assert "1 of 5 updates were skipped" in found and "1 of 5 updates had prompts without signal" in found
-    assert "sharpness, watched, fell from 0.5 to 0.2" in found
+    [_, _, result] = lines_of(folder)
+    assert "1 of 5 updates were skipped" in result and "1 of 5 updates had prompts without signal" in result
+    assert "sharpness, watched, fell from 0.5 to 0.2" in result
 
 
 def test_knots_are_listed_from_the_first_update_on(tmp_path: Path) -> None:
@@ -140,18 +140,18 @@ def test_large_pictures_are_reduced_for_the_page(tmp_path: Path) -> None:
 def test_a_run_without_a_figure_for_the_reward_has_sentences(tmp_path: Path) -> None:
     one, other = stored(tmp_path / "one"), stored(tmp_path / "other", seed=1)
     (other / "evaluation.csv").write_text("update,ink\n3,0.5\n")
-    assert said(one, other)[0] == "Reward: these runs share no update at which it is known."
+    assert lines_of(one, other)[0] == "Reward: these runs share no update at which it is known."
 
 
 def test_folders_that_are_no_runs_and_equal_runs_are_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     one, other = stored(tmp_path / "one"), stored(tmp_path / "other")
-    for folders, told in (
+    for folders, message in (
         ([one, tmp_path], "must be the folder of a training run or of a record, got no config.json"),
         ([one, other], f"runs must differ in seed or settings, got {one} and {other}"),
     ):
-        with pytest.raises(ValueError, match=re.escape(told)):
+        with pytest.raises(ValueError, match=re.escape(message)):
             read_runs(folders)
     with pytest.raises(SystemExit):
         main(["report", str(one), str(other)])

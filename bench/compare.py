@@ -14,7 +14,7 @@ Verdict = Literal["faster", "slower", "same", "ambiguous", "missing", "failed"]
 ALIKE = ("backbone", "window", "batch", "device", "dtype", "checkpointing", "compile", "eta", "steps")
 """Settings that two runs must share to be compared."""
 
-MACHINE = ("processor", "cores", "threads", "cuda_devices")
+MACHINE = ("processor", "cores", "threads", "devices")
 """What makes a machine, of a record's environment."""
 
 
@@ -64,7 +64,8 @@ def _require_alike(first: Record, second: Record, across_machines: bool) -> None
         if one != other:
             raise RecordError(f"{name} must be the same in both runs, got {one!r} and {other!r}")
     for name in MACHINE:
-        one, other = (record.environment.get(name) for record in (first, second))
+        # records of CUDA devices alone had them under another name
+        one, other = (r.environment.get(name, r.environment.get(f"cuda_{name}")) for r in (first, second))
         if one != other and not across_machines:
             raise RecordError(
                 f"the runs are of different machines ({name}: {one!r} and {other!r}); compare them all the same with "

@@ -26,6 +26,7 @@ from jagg_core import (
     rollout,
 )
 from jagg_core.backbones import Backbone, load_backbone, read_options, schedule_of
+from jagg_core.devices import make_current
 from jagg_core.environment import command_line, environment
 from jagg_core.objective import upstream_closed_form
 from jagg_core.records import Record
@@ -183,9 +184,7 @@ def load(settings: GroupBench) -> Backbone:
     """Loads the backbone, with gradient checkpointing if asked for. The timer then waits for its GPU."""
     options = read_options(settings.backbone, settings.backbone_options)
     backbone = load_backbone(settings.backbone, settings.device, getattr(torch, settings.dtype), **options)
-    device = torch.device(settings.device)
-    if device.type == "cuda" and device.index is not None:
-        torch.cuda.set_device(device)
+    make_current(torch.device(settings.device))
     if settings.checkpointing:
         backbone.enable_gradient_checkpointing()
     return backbone

@@ -21,12 +21,13 @@ from bench.children import run_children
 from bench.group import load_group, run_of
 from bench.progress import Say
 from bench.settings import GroupBench
+from jagg_core.devices import counts_memory, peak_memory, start_peak
 from jagg_core.environment import command_line
 from jagg_core.records import Cell, Record
 from jagg_core.strict_json import read_json, write_json
 
-REPEATS = {"cuda": 3, "cpu": 1}
-"""Measured runs of an arm. Where tensors alive are counted, as on a CPU, every run gives the same."""
+REPEATS = 3
+"""Measured runs of an arm. Where tensors alive are counted, as on a CPU, every run gives the same: there it is one."""
 
 LOADED = "loaded"
 """File by which a process says that its group is there: what fails before fails for every arm."""
@@ -88,24 +89,22 @@ def measure(number: int, settings: GroupBench, names: Sequence[str], folder: str
     for name in names:
         run = run_of(ARMS[name], group, settings.seed)
         run()  # gradients are allocated, and libraries set up
-        peaks = [_peak_of(run, device) for _ in range(REPEATS.get(device.type, REPEATS["cpu"]))]
+        peaks = [_peak_of(run, device) for _ in range(REPEATS if counts_memory(device) else 1)]
         write_json(Path(folder) / f"{name}.json", peaks)
 
 
 def _peak_of(run: Callable[[], object], device: torch.device) -> int:
     """Most bytes that were alive at once during a run, beyond those alive before it."""
     gc.collect()
-    if device.type != "cuda":
+    held = start_peak(device)
+    if held is None:
         with LiveBytes() as live:
             run()
         return live.peak
-    torch.cuda.synchronize(device)
-    torch.cuda.empty_cache()  # blocks of the arms before are larger than asked for
-    torch.cuda.reset_peak_memory_stats(device)
-    held = torch.cuda.memory_allocated(device)
     run()
-    torch.cuda.synchronize(device)
-    return int(torch.cuda.max_memory_allocated(device) - held)
+    peak = peak_memory(device)
+    assert peak is not None
+    return peak - held
 
 
 class LiveBytes(TorchDispatchMode):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import tempfile
 from dataclasses import asdict, replace
 from importlib.util import find_spec
@@ -23,6 +22,8 @@ from bench.update import run_update_bench
 from bench.work import is_published
 from jagg_core.backbones import list_backbones
 from jagg_core.backbones.registry import TRAINED
+from jagg_core.checks import require_device
+from jagg_core.devices import total_memory
 from jagg_core.environment import command_line
 from jagg_core.files import write_atomically
 from jagg_core.records import Cell, Record
@@ -114,13 +115,15 @@ def _child(number: int, settings: GroupBench, path: str, note: str) -> None:
 def why_not(planned: Planned) -> str | None:
     """Why a cell cannot be measured here: no such device, no such library, or too little memory; None if it can."""
     settings = planned.settings
-    if settings.device.startswith("cuda") and not torch.cuda.is_available():
-        return f"needs a CUDA device{_needed(planned)}; this machine has none"
+    try:
+        require_device(settings.device)
+    except ValueError as error:
+        return f"needs a device {settings.device}{_needed(planned)}: {error}"
     missing = _missing_libraries(settings)
     if missing:
         return f"needs {' and '.join(missing)}, not installed here: pip install 'jagg-core[pretrained]'"
-    needed, present = needed_bytes(planned), _memory(settings.device)
-    if needed > present:
+    needed, present = needed_bytes(planned), total_memory(torch.device(settings.device))
+    if present is not None and needed > present:
         return f"needs {needed / 2**30:.1f} GiB, {settings.device} has {present / 2**30:.1f}"
     return None
 
@@ -150,9 +153,3 @@ def needed_bytes(planned: Planned) -> float:
 
 def _needed(planned: Planned) -> str:
     return f" with {needed_bytes(planned) / 2**30:.1f} GiB" if needed_bytes(planned) > 2**30 else ""
-
-
-def _memory(device: str) -> int:
-    if device.startswith("cuda"):
-        return int(torch.cuda.get_device_properties(device).total_memory)
-    return int(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))

@@ -250,7 +250,7 @@ def main(argv: list[str] | None = None) -> None:
             (list_backbone_table if arguments.command == "backbones" else list_reward_table)()
     except ImportError as error:
         top.exit(2, f"{top.prog}: error: {error}: pip install 'jagg-core[pretrained,train,rewards]'\n")
-    except (ValueError, OSError, FloatingPointError, torch.cuda.OutOfMemoryError) as error:
+    except (ValueError, OSError, FloatingPointError, torch.OutOfMemoryError) as error:
         top.exit(2, f"{top.prog}: error: {error}\n")
     except KeyboardInterrupt:
         top.exit(130, f"\n{top.prog}: interrupted\n")

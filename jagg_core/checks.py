@@ -40,12 +40,14 @@ def require_device(device: torch.device | str) -> torch.device:
     """
     import torch
 
+    from jagg_core.devices import accelerator_names
+
     try:
         made = torch.device(device)
         torch.empty(0, device=made)
     except (AssertionError, RuntimeError) as error:
-        allowed = ["cpu", *(["cuda"] if torch.cuda.device_count() else [])]
-        allowed += [f"cuda:{index}" for index in range(torch.cuda.device_count())]
+        names = accelerator_names()
+        allowed = ["cpu", *(name.partition(":")[0] for name in names[:1]), *names]
         reason = (str(error) or type(error).__name__).splitlines()[0]
         raise ValueError(
             f"device {str(device)!r} cannot be used here: {reason}; allowed: {', '.join(allowed)}"

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from jagg_core.checks import require_device
+from jagg_core.devices import accelerators_like, backend_for, is_accelerator, make_current
 from jagg_core.policy import VelocityPolicy
 
 T = TypeVar("T")
@@ -161,32 +162,32 @@ def require_device_each(device: str, here: int) -> None:
         ValueError: no such device, a GPU by its number, or more ranks than GPUs.
     """
     made = require_device(device)
-    if made.type != "cuda":
+    if not is_accelerator(made):
         return
     if made.index is not None:
-        raise ValueError(f"device must be cuda or cpu on several ranks, each of which takes one GPU, got {device!r}")
-    if here > torch.cuda.device_count():
         raise ValueError(
-            f"ranks of this machine must be at most its {torch.cuda.device_count()} GPUs with device {device!r}, "
-            f"got {here}"
+            f"device must be {made.type} or cpu on several ranks, of which each takes its own, got {device!r}"
         )
+    backend_for(made)
+    if here > (there := accelerators_like(made)):
+        raise ValueError(f"ranks of this machine must be at most its {there} GPUs with device {device!r}, got {here}")
 
 
 def join_as(
     rank: int, local_rank: int, world: int, device: str, timeout: int, rendezvous: str = "env://"
 ) -> torch.device:
-    """Joins a process group of ``world`` ranks, by NCCL on GPUs and gloo on the CPU. Returns this rank's device."""
+    """Joins a process group of ``world`` ranks, by `backend_for` the device. Returns this rank's device."""
     place = torch.device(device)
-    if place.type == "cuda":
-        place = torch.device("cuda", local_rank)
-        torch.cuda.set_device(place)
+    if is_accelerator(place):
+        place = torch.device(place.type, local_rank)
+        make_current(place)
     dist.init_process_group(
-        "nccl" if place.type == "cuda" else "gloo",
+        backend_for(place),
         init_method=rendezvous,
         rank=rank,
         world_size=world,
         timeout=timedelta(seconds=timeout),
-        device_id=place if place.type == "cuda" else None,
+        device_id=place if is_accelerator(place) else None,
     )
     return place
 

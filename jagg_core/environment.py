@@ -15,13 +15,15 @@ def environment() -> dict[str, Any]:
     """Reads versions, threads, devices, processor, clocks, load and commit at this moment."""
     import torch
 
+    from jagg_core.devices import accelerator_names, clock_mhz, device_name, total_memory
+
     packages: dict[str, str | None] = {}
     for package in ("torch", "diffusers", "numpy", "jagg-core"):
         try:
             packages[package] = version(package)
         except PackageNotFoundError:
             packages[package] = None
-    devices = range(torch.cuda.device_count())
+    devices = [torch.device(name) for name in accelerator_names()]
     mhz = [float(value) for value in _cpuinfo("cpu MHz")]
     return {
         "python": platform.python_version(),
@@ -32,9 +34,9 @@ def environment() -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "cpu_mhz": sum(mhz) / len(mhz) if mhz else None,
         "load_average": os.getloadavg()[0] if hasattr(os, "getloadavg") else None,
-        "cuda_devices": [torch.cuda.get_device_name(i) for i in devices],
-        "cuda_bytes": [torch.cuda.get_device_properties(i).total_memory for i in devices],
-        "cuda_mhz": [_cuda_mhz(i) for i in devices],
+        "devices": [device_name(device) for device in devices],
+        "device_bytes": [total_memory(device) for device in devices],
+        "device_mhz": [clock_mhz(device) for device in devices],
         **git_state(Path(__file__).resolve().parent.parent),
     }
 
@@ -50,16 +52,6 @@ def _cpuinfo(name: str) -> list[str]:
     except OSError:
         return []
     return [line.split(":", 1)[1].strip() for line in lines if line.startswith(name)]
-
-
-def _cuda_mhz(index: int) -> float | None:
-    """Reads the clock of the multiprocessors in MHz; None without the driver's library."""
-    import torch
-
-    try:
-        return float(torch.cuda.clock_rate(index))
-    except Exception:  # the library's exceptions cannot be named without it
-        return None
 
 
 def git_state(checkout: Path) -> dict[str, Any]:

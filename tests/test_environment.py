@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from jagg_core import environment as environment_module
+from jagg_core.devices import clock_mhz
 from jagg_core.environment import command_line, environment, git_state
 from jagg_core.strict_json import read_json, write_json
 
@@ -58,10 +59,10 @@ def test_environment_is_strict_json(tmp_path: Path) -> None:
     found = environment()
     assert found["threads"] == torch.get_num_threads()
     assert found["packages"]["torch"] == torch.__version__
-    assert {"python", "platform", "processor", "cores", "cuda_devices", "commit", "dirty"} <= found.keys()
+    assert {"python", "platform", "processor", "cores", "devices", "commit", "dirty"} <= found.keys()
     assert found["cpu_mhz"] is None or found["cpu_mhz"] > 0
     assert found["load_average"] is None or found["load_average"] >= 0
-    assert len(found["cuda_devices"]) == len(found["cuda_bytes"]) == len(found["cuda_mhz"])
+    assert len(found["devices"]) == len(found["device_bytes"]) == len(found["device_mhz"])
     write_json(tmp_path / "e.json", found)
     assert read_json(tmp_path / "e.json") == found
 
@@ -69,13 +70,14 @@ def test_environment_is_strict_json(tmp_path: Path) -> None:
 def test_clocks(monkeypatch: pytest.MonkeyPatch) -> None:
     lines = {"model name": ["some processor"], "cpu MHz": ["2000.0", "3000.0"]}
     monkeypatch.setattr(environment_module, "_cpuinfo", lambda name: lines[name])
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "some device")
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=2**30))
     monkeypatch.setattr(torch.cuda, "clock_rate", lambda _: 1980)
     found = environment()
     assert (found["processor"], found["cpu_mhz"]) == ("some processor", 2500.0)
-    assert (found["cuda_devices"], found["cuda_bytes"], found["cuda_mhz"]) == (["some device"], [2**30], [1980.0])
+    assert (found["devices"], found["device_bytes"], found["device_mhz"]) == (["some device"], [2**30], [1980.0])
 
 
 def test_clocks_that_nobody_tells(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -84,7 +86,7 @@ def test_clocks_that_nobody_tells(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(torch.cuda, "clock_rate", no_library)
     monkeypatch.setattr(environment_module, "_cpuinfo", lambda name: [])
-    assert environment_module._cuda_mhz(0) is None
+    assert clock_mhz(torch.device("cuda", 0)) is None
     found = environment()
     assert found["cpu_mhz"] is None and found["processor"]
 

@@ -22,7 +22,7 @@ from analysis.measure.gradients import (
 from analysis.measure.spaces import ExactSpace, ProjectedSpace, Space
 from analysis.measure.study import DIMENSION, SpaceName
 from jagg_core import Plan, Trajectory, VelocityPolicy
-from jagg_core.memory import free_memory
+from jagg_core.devices import free_memory
 from jagg_core.objective import ClippedSurrogate
 from jagg_core.sharding import Sharding
 
@@ -188,10 +188,11 @@ def choose_space(
         spaces.append(ProjectedSpace(sharding, labels, dimension, seed))
     for space in spaces:
         needed = count * int(np.prod(space.row_shape)) * row_dtype(parameters).itemsize
-        if not sharding.any(needed > 0.9 * free, device):
+        if not sharding.any(free is not None and needed > 0.9 * free, device):
             return space
+    left = "an unknown amount is" if free is None else f"{free / 2**30:.1f} GiB are"
     raise MemoryError(
-        f"the cross gradients take {needed / 2**30:.1f} GiB, {free / 2**30:.1f} GiB are free here (the least on any "
+        f"the cross gradients take {needed / 2**30:.1f} GiB, {left} free here (the least on any "
         "rank counts): lower the reach (past, future) or the number of steps, or project to a smaller dimension"
     )
 

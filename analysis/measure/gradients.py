@@ -17,6 +17,7 @@ from torch import Tensor
 
 from analysis.measure.spaces import Space
 from jagg_core import OffPolicyError, Plan, Trajectory, VelocityPolicy
+from jagg_core.devices import fork_rng
 from jagg_core.distributed import on_any_rank
 from jagg_core.objective import ClippedSurrogate, upstream_closed_form
 from jagg_core.policy import has_reentrant_checkpointing
@@ -196,7 +197,7 @@ def differentiate(
 
     first, *others = sites.values()
     device = rows.device
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), _grads_aside(parameters, sharding):
+    with fork_rng(device), _grads_aside(parameters, sharding):
         work(first, check=True)
         _refuse_gathered(parameters, trained_parameters(policy))
         if workers == 1 or sharding.mesh is not None:

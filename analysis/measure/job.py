@@ -30,6 +30,7 @@ from analysis.statistics.names import METRICS, registered_families
 from analysis.statistics.parameter_kinds import ordered_blocks, parameter_blocks
 from jagg_core import ClippedSurrogate, Plan, exact_plan
 from jagg_core.backbones import Backbone, fingerprints_of, load_backbone
+from jagg_core.devices import fork_rng
 from jagg_core.environment import command_line, environment
 from jagg_core.files import write_atomically
 from jagg_core.images import image_grid, png_bytes
@@ -196,7 +197,7 @@ class Job:
 
             def gradient(size: int, seed: int) -> torch.Tensor:
                 total = torch.zeros(())
-                with torch.random.fork_rng():
+                with fork_rng(self.backbone.device):
                     torch.manual_seed(seed)  # active dropout shows only under another seed
                     for part, share in zip(batch.trajectory.split(size), advantages.split(size), strict=True):
                         parts = plan_gradients(batch.policy, part, share, self.objective, plans, workers=self.workers)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from jagg_core.backbones.protocol import Backbone
+from jagg_core.devices import fork_rng
 from jagg_core.engine import BackwardMode, UpstreamMode, accumulate_gradients
 from jagg_core.objective import ClippedSurrogate, upstream_closed_form
 from jagg_core.plans import Plan, exact_plan
@@ -188,7 +189,7 @@ def unchanged(backbone: Backbone) -> Iterator[None]:
     leaves = {id(p): p for p in chain(backbone.transformer.parameters(), parameters) if p.is_leaf}
     held = [(p, p.grad) for p in leaves.values()]
     try:
-        with torch.random.fork_rng(devices=[backbone.device] if backbone.device.type == "cuda" else []):
+        with fork_rng(backbone.device):
             for parameter, _ in held:
                 parameter.grad = None
             yield

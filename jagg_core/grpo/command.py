@@ -124,7 +124,7 @@ def _train(arguments: Any, config: GRPOConfig) -> None:
         sys.exit(1)
     except (TrainingStopped, RankFailed, WriteFailed) as error:
         sys.exit(f"python -m jagg_core train: stopped: {error}")
-    except torch.cuda.OutOfMemoryError as error:
+    except torch.OutOfMemoryError as error:
         print(f"python -m jagg_core train: error: {error}", file=sys.stderr)
         sys.exit(2)
     finally:

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.benchmark.utils.timer import timer
 
+from jagg_core.devices import is_accelerator, synchronize, timing_event
 from jagg_core.distributed import AROUND
 
 # torch 2.13 gave them these names
@@ -76,18 +77,14 @@ class CollectiveClock:
 
     def seconds(self) -> float:
         """Seconds of collectives in the last `running`; waits for the device."""
-        if self.device.type != "cuda" or not self.spans:
+        if not (is_accelerator(self.device) and self.spans):
             return covered(self.spans)
-        torch.cuda.synchronize(self.device)
+        synchronize(self.device)
         first = self.spans[0][0]
         return covered([(first.elapsed_time(a) / 1e3, first.elapsed_time(b) / 1e3) for a, b in self.spans])
 
     def _now(self) -> Any:
-        if self.device.type != "cuda":
-            return timer()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
+        return timing_event(self.device) if is_accelerator(self.device) else timer()
 
     def _note(self, start: Any, end: Any) -> None:
         if self._running:

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from jagg_core.devices import free_memory
 from jagg_core.distributed import on_any_rank
-from jagg_core.memory import free_memory
 
 
 class DeferredGradients:
@@ -35,10 +35,11 @@ class DeferredGradients:
         first: Any = parameters[0]
         self.nbytes = sum(p.numel() * p.element_size() for p in parameters)
         free = free_memory(first.device)
-        if on_any_rank(self.nbytes > free, first.device):
+        if on_any_rank(free is not None and self.nbytes > free, first.device):
+            left = "an unknown amount" if free is None else f"{free / 2**30:.2f} GiB"
             raise ValueError(
                 f"defer_gradient_sync keeps {self.nbytes / 2**30:.2f} GiB of unreduced gradients on every rank, got "
-                f"{free / 2**30:.2f} GiB free on this one: train a LoRA, or leave it off"
+                f"{left} free on this one: train a LoRA, or leave it off"
             )
         transformer.add_module("gradient_sync", fully_shard(nn.Identity(), mesh=first.device_mesh))
         self._probe = torch.zeros(1, device=first.device, requires_grad=True)

@@ -5,19 +5,19 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from jagg_core.memory import free_memory
+from jagg_core.devices import free_memory
 from jagg_core.policy import VelocityPolicy
 
 
 def graph_bytes(policy: VelocityPolicy, latents: Tensor) -> int:
     """Bytes that the graph of one velocity of ``latents`` [1, *D] saves for its backward, without the parameters."""
-    parameters = {p.untyped_storage().data_ptr() for p in getattr(policy, "parameters", list)()}
+    parameters = {p.untyped_storage()._cdata for p in getattr(policy, "parameters", list)()}
     saved: dict[int, int] = {}
 
     def note(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
-        if storage.data_ptr() not in parameters:
-            saved[storage.data_ptr()] = storage.nbytes()
+        if storage._cdata not in parameters:
+            saved[storage._cdata] = storage.nbytes()
         return tensor
 
     sigma = latents.new_full((1,), 0.5)
@@ -36,7 +36,7 @@ def require_memory(policy: VelocityPolicy, latents: Tensor, knots: int, samples:
         ValueError: more than can be had; says how much is needed.
     """
     needed, free = graph_bytes(policy, latents) * knots * samples, free_memory(latents.device)
-    if needed > free:
+    if free is not None and needed > free:
         raise ValueError(
             f"keep_graphs needs {needed / 2**30:.2f} GiB for {knots} knots of {samples} samples, got "
             f"{free / 2**30:.2f} GiB free: use checkpointing, fewer knots or samples, or leave it off"

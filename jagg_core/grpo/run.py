@@ -26,6 +26,7 @@ from jagg_core.grpo.log import Log, Pictures, open_loggers, read_rows
 from jagg_core.grpo.metrics import Metrics
 from jagg_core.grpo.trainer import GRPOTrainer, TrainingStopped
 from jagg_core.images import image_grid
+from jagg_core.launch import require_same_settings, require_shared
 from jagg_core.rewards import reward_versions
 from jagg_core.strict_json import plain, read_json, write_json
 
@@ -65,14 +66,16 @@ def train(
 
     Raises:
         ValueError: another run is at work in the folder, it holds a run and ``resume`` is not set, a run with other
-            settings is resumed, or a checkpoint does not fit.
+            settings is resumed, a checkpoint does not fit, or ranks have other settings or another folder.
         TrainingStopped: too many updates were skipped; what was logged and checkpointed stays.
         WriteFailed: a log, a checkpoint or the weights could not be written, as on a full disk.
         RankFailed: something else failed on one of several ranks, see there.
     """
     device = require_device(config.model.device)
+    require_same_settings(asdict(config) | {"resume": resume, "warm_start": warm_start})
     with ExitStack() as held:
         on_first_rank(lambda: _hold(held, config, folder, resume), device)
+        require_shared(folder, device)
         trainer = _begun(config, folder, resume, warm_start)
         with _writing(folder):
             logs = on_first_rank(lambda: _open_logs(held, folder, trainer), device) or Logs({}, None)

@@ -31,7 +31,6 @@ CELLS = [
 def own_preset(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(PRESETS, "smoke", lambda: CELLS)
     monkeypatch.setattr("bench.memory.arm_names", lambda: ["exact"])
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
 
 
 @pytest.mark.parametrize("name", sorted(PRESETS))
@@ -70,7 +69,7 @@ def test_what_became_of_every_cell(
     assert all(arm["predicted_s"] > 0 and arm["measured_s"] > 0 for arm in predicted.values())
     assert update.values == memory.values == {}
     assert "no room for this model" in (broken.reason or "") and "no room for this model" in (ranks.reason or "")
-    assert skipped.reason == "needs a CUDA device; this machine has none"
+    assert "needs a device cuda:7: device 'cuda:7' cannot be used here" in (skipped.reason or "")
     printed = capsys.readouterr()
     assert_lines_tell_where_it_is(printed.err.splitlines())
     assert "1.00x" in printed.out and "skipped" in printed.out and "whole step" in printed.out
@@ -125,8 +124,8 @@ def test_lines_are_few(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("missing", ["diffusers", "transformers", "peft"])
 def test_a_library_that_is_missing_is_told_before_anything_runs(missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(suite, "_memory", lambda device: 2**60)
+    monkeypatch.setattr(suite, "require_device", torch.device)
+    monkeypatch.setattr(suite, "total_memory", lambda device: 2**60)
     cells = PRESETS["h200"]()
     assert [why_not(cell) for cell in cells] == [None] * 4
     found = suite.find_spec
@@ -181,7 +180,7 @@ def test_memory_that_does_not_suffice(monkeypatch: pytest.MonkeyPatch) -> None:
     large = Planned("group", GroupBench(backbone="flux-dev"))
     # weights, gradients, and the twin's of both, in fp32
     assert needed_bytes(large) == 4 * 4 * 11_901_408_320
-    monkeypatch.setattr(suite, "_memory", lambda device: 2**30)
+    monkeypatch.setattr(suite, "total_memory", lambda device: 2**30)
     assert why_not(large) == "needs 177.3 GiB, cpu has 1.0"
     assert why_not(Planned("group", WIDE)) is None
     # and what the optimizer works on

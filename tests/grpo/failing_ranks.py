@@ -65,6 +65,8 @@ def work(rank: int, folder: Path) -> dict[str, Any]:
             },
             "same": trainer.evaluate() == held_out,
             "taken": _told(lambda: train(CONFIG, folder / "taken")),
+            "settings": _told(lambda: train(changed(CONFIG, run={"seed": rank}), folder / "settings")),
+            "unseen": _told(lambda: train(CONFIG, folder / f"unseen-{rank}")),
             "run": _told(lambda: train(changed(CONFIG, reward=LATER), folder / "run")),
         }
 
@@ -84,6 +86,6 @@ def _failing(trainer: GRPOTrainer, failure: str, do: Callable[[], object]) -> st
 def _told(do: Callable[[], object]) -> str:
     try:
         do()
-    except RankFailed as error:
+    except (RankFailed, ValueError) as error:
         return str(error)
     return ""

@@ -57,6 +57,18 @@ def test_a_folder_that_another_run_holds_ends_all_ranks(ended: tuple[Path, list[
     assert not (folder / "taken/config.json").exists()
 
 
+def test_launches_with_other_settings_or_folders_end_all_ranks_before_any_work(
+    ended: tuple[Path, list[dict[str, Any]]],
+) -> None:
+    folder, ranks = ended
+    for rank in ranks:
+        assert rank["settings"] == "run.seed must be the same on all ranks, got 0 on rank 0 and 1 on rank 1"
+        told = "out must be a folder that all ranks share, got one that some do not see: rank 1: "
+        assert rank["unseen"] == f"{told}{folder / 'unseen-1'}"
+    assert not (folder / "settings").exists()
+    assert [file.name for file in (folder / "unseen-0").iterdir()] == [".lock"]
+
+
 def test_ranks_of_a_run_share_its_folder_and_keep_its_log_when_an_evaluation_fails(
     ended: tuple[Path, list[dict[str, Any]]],
 ) -> None:

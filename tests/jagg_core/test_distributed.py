@@ -193,7 +193,7 @@ def test_a_launch_that_cannot_work_is_refused_before_ranks_wait(
 
 def test_ranks_need_a_gpu_each(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("jagg_core.distributed.require_device", torch.device)
-    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    monkeypatch.setattr("jagg_core.distributed.accelerators_like", lambda device: 2)
     require_device_each("cuda", 2)
     require_device_each("cpu", 64)
     with pytest.raises(ValueError, match="at most its 2 GPUs with device 'cuda', got 3"):

@@ -36,7 +36,7 @@ SUBSETS = ("subsample", "window", "half")
 
 INTERVAL_ENDS = {"value": "", "low": "_low", "high": "_high"}
 
-OF_A_MOMENT = ("cpu_mhz", "cuda_mhz", "load_average")
+OF_A_MOMENT = ("cpu_mhz", "device_mhz", "cuda_mhz", "load_average")
 """What a record's environment says of the moment it was made in."""
 
 

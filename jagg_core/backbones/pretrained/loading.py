@@ -14,6 +14,7 @@ from jagg_core.backbones.pretrained.prompts import PROMPTS, read_prompts
 from jagg_core.backbones.pretrained.published import Calls, Configs, PublishedModel
 from jagg_core.backbones.pretrained.quiet import without_torchvision
 from jagg_core.checks import require_one_of
+from jagg_core.devices import fork_rng
 
 
 def configs_of(folder: ModelFolder) -> Configs:
@@ -148,8 +149,7 @@ def random_transformer(
 ) -> nn.Module:
     """Builds the published transformer with random weights on ``device`` (meta too) in ``dtype``."""
     usual = torch.get_default_dtype()
-    indices = [torch.device(device)] if torch.device(device).type == "cuda" else []
-    with torch.random.fork_rng(devices=indices), torch.device(device):
+    with fork_rng(torch.device(device)), torch.device(device):
         torch.manual_seed(seed)
         torch.set_default_dtype(dtype)
         try:

@@ -9,13 +9,13 @@ from typing import Any
 
 from tqdm import tqdm
 
-from bench.compare import compare
+from bench.compare import add_compare, compare_runs
 from bench.cost import CostStudy, Machine, Update, run_cost_study
 from bench.findings import count_lines
 from bench.lines import LINES, failure_lines, memory_lines, speed_lines, step_lines
 from bench.presets import PRESETS
 from bench.progress import Part, print_line
-from bench.settings import CollectiveBench, GroupBench, UpdateBench
+from bench.settings import CollectiveBench, Doctor, GroupBench, UpdateBench
 from jagg_core.checks import require_device
 from jagg_core.files import only_run_in, require_writable
 from jagg_core.flags import add_flags, given
@@ -26,8 +26,6 @@ UPDATE_EXAMPLE = (
     "--calibration results/reference/photos-flux-calibration/calibration-eta0.7.json"
 )
 RUN_EXAMPLE = "example: python -m bench run --preset digits --out results/bench-digits"
-FAILING = ("slower", "ambiguous", "missing", "failed")
-COMPARE_EXAMPLE = "example: python -m bench compare results/before.json results/after.json --fail-on slower missing"
 COLLECTIVES_EXAMPLE = (
     "examples: python -m bench collectives --backbone digits-flux --ranks 2 --out results/collectives.json; "
     "torchrun --nproc-per-node 8 -m bench collectives --device cuda --layout hsdp --out results/collectives.json"
@@ -41,6 +39,7 @@ CELLS_EXAMPLE = (
     "--benchmark-json=cells.json --bench-window 5 --bench-batch 16 (python -m pytest bench --help has all options)"
 )
 GROUP_EXAMPLE = "example: python -m bench group --backbone digits-flux --batch 16 --window 5 --out results/speed.json"
+DOCTOR_EXAMPLE = "example: python -m bench doctor --device cuda --out results/doctor"
 MEMORY_EXAMPLE = "example: python -m bench memory --backbone photos-flux --batch 6 --out results/memory.json"
 
 
@@ -59,13 +58,38 @@ def parser() -> argparse.ArgumentParser:
     )
     add_flags(group, GroupBench)
     group.add_argument("--out", type=Path, required=True, help="record to write (JSON)")
+    _add_doctor(commands)
     _add_collectives(commands)
     _add_run(commands)
     _add_update(commands)
     _add_memory(commands)
-    _add_compare(commands)
+    add_compare(commands)
     _add_cost(commands)
     return top
+
+
+def _add_doctor(commands: Any) -> None:
+    doctor = commands.add_parser(
+        "doctor",
+        help="is a device right, and what can it do? The first command on a new one",
+        description="Bandwidths; the engine against the CPU and a plain loop; noise of log ratios; an update of a "
+        "large model in five ways; a quick calibration. Each is written when it ends.",
+        epilog=DOCTOR_EXAMPLE,
+    )
+    add_flags(doctor, Doctor)
+    doctor.add_argument("--out", type=Path, default=Path("results/doctor"), help="run folder, default %(default)s")
+
+
+def look_at_device(arguments: argparse.Namespace) -> Record:
+    """Measure, and print what became of every cell."""
+    settings = Doctor(**given(arguments, Doctor))
+    require_device(settings.device)
+    from bench.doctor import doctor_lines, run_doctor
+
+    with only_run_in(arguments.out):
+        record = run_doctor(settings, arguments.out, print_line)
+    print("\n".join([*doctor_lines(record), f"wrote {arguments.out / 'record.json'}"]))
+    return record
 
 
 def _add_collectives(commands: Any) -> None:
@@ -178,37 +202,6 @@ def measure_memory(arguments: argparse.Namespace) -> Record:
     return record
 
 
-def _add_compare(commands: Any) -> None:
-    compared = commands.add_parser(
-        "compare",
-        help="is a run of bench group faster than another?",
-        description="Ratios of median times with intervals, arm by arm, against the noise floor: what timing exact "
-        "twice shows.",
-        epilog=COMPARE_EXAMPLE,
-    )
-    compared.add_argument("first", type=Path, help="record of the run before")
-    compared.add_argument("second", type=Path, help="record of the run after")
-    compared.add_argument("--across-machines", action="store_true", help="compare runs of different machines")
-    compared.add_argument(
-        "--fail-on",
-        nargs="*",
-        choices=FAILING,
-        default=[],
-        help="exit with 1 if an arm has such a verdict",
-    )
-
-
-def compare_runs(arguments: argparse.Namespace) -> list[str]:
-    """Print a line per arm. Returns what the caller asked to fail on."""
-    first, second = (Record.read(path) for path in (arguments.first, arguments.second))
-    floor, found = compare(first, second, arguments.across_machines)
-    print(f"noise floor {floor:.1%}; ratios of median times, second run over first, with 95 % intervals")
-    for one in found:
-        numbers = "" if one.ratio is None else f"{one.ratio:.3f} [{one.low:.3f}, {one.high:.3f}]"
-        print(f"{one.verdict:<10} {one.arm:<24} {numbers}".rstrip())
-    return [f"{one.arm}: {one.verdict}" for one in found if one.verdict in arguments.fail_on]
-
-
 def _add_cost(commands: Any) -> None:
     cost = commands.add_parser(
         "cost",
@@ -259,6 +252,7 @@ def predict_cost(arguments: argparse.Namespace) -> Record:
 
 
 COMMANDS = {
+    "doctor": look_at_device,
     "run": run_preset,
     "group": time_group,
     "update": time_update,

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import argparse
 from dataclasses import dataclass
-from typing import Literal
+from pathlib import Path
+from typing import Any, Literal
 
 from bench.noise import noise_floor, ratio_of_medians, times_of
 from jagg_core.records import Cell, Record
 from jagg_core.strict_json import RecordError
 
 Verdict = Literal["faster", "slower", "same", "ambiguous", "missing", "failed"]
+
+FAILING = ("slower", "ambiguous", "missing", "failed")
+COMPARE_EXAMPLE = "example: python -m bench compare results/before.json results/after.json --fail-on slower missing"
 
 ALIKE = ("backbone", "window", "batch", "device", "dtype", "checkpointing", "compile", "eta", "steps")
 """Settings that two runs must share to be compared."""
@@ -90,3 +95,35 @@ def _compare_arm(name: str, first: Cell | None, second: Cell | None, floor: floa
     elif lower <= ratio <= upper:
         verdict = "same"
     return Comparison(name, verdict, ratio, low, high)
+
+
+def add_compare(commands: Any) -> None:
+    """Add the command ``compare``."""
+    compared = commands.add_parser(
+        "compare",
+        help="is a run of bench group faster than another?",
+        description="Ratios of median times with intervals, arm by arm, against the noise floor: what timing exact "
+        "twice shows.",
+        epilog=COMPARE_EXAMPLE,
+    )
+    compared.add_argument("first", type=Path, help="record of the run before")
+    compared.add_argument("second", type=Path, help="record of the run after")
+    compared.add_argument("--across-machines", action="store_true", help="compare runs of different machines")
+    compared.add_argument(
+        "--fail-on",
+        nargs="*",
+        choices=FAILING,
+        default=[],
+        help="exit with 1 if an arm has such a verdict",
+    )
+
+
+def compare_runs(arguments: argparse.Namespace) -> list[str]:
+    """Print a line per arm. Returns what the caller asked to fail on."""
+    first, second = (Record.read(path) for path in (arguments.first, arguments.second))
+    floor, found = compare(first, second, arguments.across_machines)
+    print(f"noise floor {floor:.1%}; ratios of median times, second run over first, with 95 % intervals")
+    for one in found:
+        numbers = "" if one.ratio is None else f"{one.ratio:.3f} [{one.low:.3f}, {one.high:.3f}]"
+        print(f"{one.verdict:<10} {one.arm:<24} {numbers}".rstrip())
+    return [f"{one.arm}: {one.verdict}" for one in found if one.verdict in arguments.fail_on]

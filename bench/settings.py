@@ -179,3 +179,62 @@ class CollectiveBench:
     def shards_per_copy(self) -> int:
         """Ranks that share a copy of the parameters, under ``hsdp``."""
         return self.shards or max(1, self.ranks // 2)
+
+
+@dataclass(frozen=True)
+class Doctor:
+    """Settings of a first look at a device.
+
+    Attributes:
+        device: such as cpu, cuda or cuda:1.
+        model: whose update is timed, a LoRA in bfloat16; by default flux-dev with random weights at 720x720 on an
+            accelerator, digits-flux on the CPU.
+        model_options: option=value of its loader, such as height=512 lora_rank=32.
+        batch: samples of that update.
+        steps: sampling steps of that update, one more than a multiple of 5.
+        seconds: no cell begins after so many.
+        seed: of rollouts.
+
+    Raises:
+        ValueError: a setting out of range.
+    """
+
+    device: str = "cpu"
+    model: str = ""
+    model_options: tuple[str, ...] = ()
+    batch: int = 1
+    steps: int = 11
+    seconds: float = 420.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        require_at_least(self, batch=1, steps=11)
+        if self.steps % 5 != 1:
+            raise ValueError(f"steps must be one more than a multiple of 5, got {self.steps}")
+        if not self.seconds > 0:
+            raise ValueError(f"seconds must be positive, got {self.seconds}")
+        if self.model_options and not self.model:
+            raise ValueError(f"model_options are of a model: name it as well, got {[*self.model_options]}")
+
+    @property
+    def model_name(self) -> str:
+        """The model, by default that of the device."""
+        return self.model or ("digits-flux" if self.device == "cpu" else "flux-dev")
+
+    @property
+    def large(self) -> GroupBench:
+        """Its update, as a group of all trained steps."""
+        options, checkpointing = self.model_options, self.device != "cpu"
+        if not self.model and self.device != "cpu":
+            options = ("random_weights=true", "height=720", "width=720", "lora_rank=32")
+        return GroupBench(
+            backbone=self.model_name,
+            backbone_options=options,
+            window=self.steps - 1,
+            batch=self.batch,
+            steps=self.steps,
+            checkpointing=checkpointing,
+            device=self.device,
+            dtype="bfloat16",
+            seed=self.seed,
+        )

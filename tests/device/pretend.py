@@ -312,10 +312,10 @@ def _made(make: Any) -> Any:
     """A factory that makes its tensor on the CPU, and moves it to where it was asked for."""
 
     def factory(data: Any, *arguments: Any, device: Any = None, **options: Any) -> Tensor:
-        if isinstance(data, OnDevice):
-            return data.to(device=device or data.device, **options)
-        where = torch.get_default_device() if device is None else torch.device(device)
-        made: Tensor = make(data, *arguments, device=_CPU if where.type == NAME else device, **options)
-        return made.to(where) if (where.type == NAME and not isinstance(data, Tensor)) or device is not None else made
+        if isinstance(data, Tensor):
+            return data.to(data.device if device is None else device, **options)
+        where = torch.empty(0).device if device is None else torch.device(device)
+        made: Tensor = make(data, *arguments, device=_CPU if where.type == NAME else where, **options)
+        return made.to(where)
 
     return factory

@@ -128,7 +128,7 @@ RUNS = {
     "causal": CAUSAL,
     "kept graphs": f"{CAUSAL} --plan.keep_graphs true",
     "reference": f"{CAUSAL} --objective.kl_beta 0.1 --optimizer.epochs 2",
-    "random steps": "--rollout.trained random --rollout.trained_count 2",
+    "random steps": "--rollout.trained random --rollout.fraction 0.5",
 }
 
 
@@ -197,8 +197,8 @@ def rewards(rank: int, folder: Path) -> dict[str, float]:
     write_clip(folder / "clip")
     found = {}
     for name in ("clipscore", "pickscore"):
-        options = [f"path={folder / 'clip'}", f"processor={folder / 'clip'}"]
-        loaded = [load_reward(name, device=device, options=options[: 1 + (name == "pickscore")]) for device in DEVICES]
+        options = [f"{name}.path={folder / 'clip'}"]
+        loaded = [load_reward(name, device=device, options=options) for device in DEVICES]
         values = [score(r, pictures().to(d), PROMPTS).cpu() for r, d in zip(loaded, DEVICES, strict=True)]
         found[name] = difference(*values)
     return found
@@ -207,7 +207,7 @@ def rewards(rank: int, folder: Path) -> dict[str, float]:
 TIMES = ("_s", "seconds", "speed", "time")
 
 STUDIES: dict[str, Callable[[], str]] = {
-    "reproduce": lambda: "--steps 5 --windows 2 --samples 2 --predicted-passes 2 --leak-batches 2",
+    "reproduce": lambda: "--steps 5 --windows 2 --samples 2 --predicted-passes 2",
     "collect": lambda: "--steps 5 --windows 2 --samples 2",
     "calibrate": lambda: "--steps 5 --windows 2 --samples 2 --signal-passes 3 2",
 }

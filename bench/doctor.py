@@ -28,7 +28,7 @@ from jagg_core.records import Cell, Record
 from jagg_core.reference import TOLERANCE, plain_gradient, relative_error
 
 Work = Callable[[float], dict[str, Any]]
-"""Measures a cell in at most so many seconds, as far as it can be text."""
+"""Measures a cell in at most so many seconds, as far as it can."""
 
 WAYS = ("exact", "exact, one pass", "paper", "causal, 8 passes", "causal, 5 passes")
 """Ways to make the update of the large model. Those after exact are predicted from exact's phases."""

@@ -8,8 +8,7 @@ import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import torch
-
+from jagg_core.devices import is_accelerator, peak_memory
 from jagg_core.distributed import ranks
 from jagg_core.grpo.config import GRPOConfig
 from jagg_core.grpo.metrics import Metrics
@@ -34,7 +33,8 @@ class Estimate:
         update_s: seconds of an update.
         look_s: seconds of a look.
         seconds: of the whole run.
-        memory_bytes: the peak while a micro-batch was trained; on a CPU of the whole process.
+        memory_bytes: the peak while a micro-batch was trained; on a CPU of the whole process; None where the device
+            does not count.
         stored_bytes: rollouts of the update's other micro-batches, which wait for their advantages.
         checkpoint_bytes: of a checkpoint, over all ranks.
         weights_bytes: of the trained weights in fp32.
@@ -49,7 +49,7 @@ class Estimate:
     update_s: float
     look_s: float
     seconds: float
-    memory_bytes: int
+    memory_bytes: int | None
     stored_bytes: int
     checkpoint_bytes: int
     weights_bytes: int
@@ -80,7 +80,7 @@ def estimate(config: GRPOConfig, folder: Path, resume: bool = False) -> Estimate
         metrics = trainer.step()
         if metrics.skipped:
             raise ValueError(f"an update must be finite to be timed, got: {metrics.skipped}")
-    memory = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else _resident()
+    memory = peak_memory(device) if is_accelerator(device) else _resident()
     tensors, weights = trainer.learner.tensors(), trainer.learner.weights()
     return _scaled(
         config,
@@ -100,7 +100,7 @@ def _scaled(
     metrics: Metrics,
     *,
     timed: int,
-    memory_bytes: int,
+    memory_bytes: int | None,
     latent_bytes: int,
     checkpoint_bytes: int,
     weights_bytes: int,
@@ -163,12 +163,13 @@ def lines(config: GRPOConfig, folder: Path, result: Estimate) -> list[str]:
     files += ["recalibration.csv"] * bool(config.plan.recalibrate_every) + ["events/"] * run.tensorboard
     kept = min(run.keep, 1 + (run.updates - 1) // run.checkpoint_every if run.checkpoint_every else 1)
     wide = 20
+    peak = "unknown" if result.memory_bytes is None else f"{result.memory_bytes / 2**30:.2f} GiB"
     rows = {
         "passes": f"{result.passes:g} of {config.rollout.trained_steps} trained steps",
         "network, an update": f"{result.rollout_evaluations} evaluations in rollouts, {result.update_forwards} "
         f"forwards and {result.update_backwards} backwards in the gradient, of single samples over all ranks",
         "network, held out": f"{result.held_out_evaluations} evaluations in {result.looks} looks",
-        "memory, this rank": f"{result.memory_bytes / 2**30:.2f} GiB at the peak of a micro-batch, and "
+        "memory, this rank": f"{peak} at the peak of a micro-batch, and "
         f"{result.stored_bytes / 2**30:.2f} GiB of stored rollouts",
         "seconds": f"{result.update_s:.3g} an update, {result.look_s:.3g} a look at held-out samples",
         "minutes": f"{result.seconds / 60:.3g} for {run.updates} updates, from one timed update on a micro-batch",

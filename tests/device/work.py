@@ -172,7 +172,7 @@ def commands(rank: int, folder: Path) -> dict[str, float]:
     common = f"--backbone {BACKBONE} --batch 3 --window 2 --steps 4 --rounds 2"
     bench(["group", *common.split(), *on(pretend.NAME), *out(folder, "group", pretend.NAME, ".json")])
     bench(["update", *common.split(), *on(pretend.NAME), *out(folder, "update", pretend.NAME, ".json")])
-    small = GroupBench(backbone=BACKBONE, batch=3, window=2, steps=4)
+    small = GroupBench(backbone=BACKBONE, batch=3, window=3, steps=5)
     peaks = []
     for device in DEVICES:
         (folder / device).mkdir()
@@ -207,9 +207,9 @@ def rewards(rank: int, folder: Path) -> dict[str, float]:
 TIMES = ("_s", "seconds", "speed", "time")
 
 STUDIES: dict[str, Callable[[], str]] = {
-    "reproduce": lambda: "--steps 5 --windows 2 --samples 2 --predicted-passes 2",
-    "collect": lambda: "--steps 5 --windows 2 --samples 2",
-    "calibrate": lambda: "--steps 5 --windows 2 --samples 2 --signal-passes 3 2",
+    "reproduce": lambda: "--steps 6 --windows 2 --samples 2 --predicted-passes 2",
+    "collect": lambda: "--steps 6 --windows 2 --samples 2",
+    "calibrate": lambda: "--steps 6 --windows 2 --samples 2 --signal-passes 3 2",
 }
 
 

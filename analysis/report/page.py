@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +12,10 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from matplotlib.figure import Figure
 
 from analysis.report import figures
+from analysis.report.blocks import Block
 from analysis.report.digits import rounded
 from jagg_core.files import write_atomically
+from jagg_core.records import Record
 
 
 def write_tables_and_figures(
@@ -32,11 +34,46 @@ def write_tables_and_figures(
     return pictures
 
 
-def render(template: str, *, shown: Mapping[str, pd.DataFrame], **values: Any) -> str:
-    """A page; ``shown`` are its tables."""
+def render(
+    template: str,
+    *,
+    record: Record,
+    shown: Mapping[str, pd.DataFrame],
+    blocks: Sequence[Block] = (),
+    drawn: Sequence[Mapping[str, Figure]] = (),
+    pictures: Mapping[str, str],
+    **values: Any,
+) -> str:
+    """Renders a page.
+
+    Args:
+        template: its file.
+        record: which it is of.
+        shown: its short tables, by name.
+        blocks: its parts in order.
+        drawn: figures of every block, by the name of the file.
+        pictures: all figures as data, by the same names.
+        values: what else the template uses.
+    """
     environment = Environment(loader=PackageLoader("analysis.report"), autoescape=True, undefined=StrictUndefined)
     tables = {name: frame.to_html(index=False, border=0, escape=True) for name, frame in shown.items()}
-    return environment.get_template(template).render(tables=tables, **values)
+    parts = []
+    for block, figures_of in zip(blocks, drawn, strict=True):
+        if block.table in tables or figures_of:
+            texts = {n: environment.from_string(getattr(block, n)).render(record=record) for n in ("before", "note")}
+            parts.append(
+                {
+                    "title": block.title,
+                    "table": tables.get(block.table, ""),
+                    "pictures": {name: pictures[name] for name in figures_of},
+                    "folded": block.folded,
+                    "opened": block.opened,
+                    **texts,
+                }
+            )
+    return environment.get_template(template).render(
+        tables=tables, blocks=parts, record=record, pictures=pictures, **values
+    )
 
 
 def data_uri(png: bytes) -> str:

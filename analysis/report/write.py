@@ -5,18 +5,19 @@ from __future__ import annotations
 from pathlib import Path
 
 import pandas as pd
-from matplotlib.figure import Figure
 
-from analysis.report import figures
 from analysis.report.bench.page import write_bench_report
+from analysis.report.blocks import draw_blocks
 from analysis.report.checked import read_record, told
 from analysis.report.cost import write_cost_report
 from analysis.report.curves import write_curve_report
-from analysis.report.fidelity import signal_figures, signal_tables, tables
+from analysis.report.fidelity import signal_tables, tables
+from analysis.report.fidelity.blocks import STUDY
+from analysis.report.fidelity.conclusions import conclusions, headline
 from analysis.report.fidelity.direction import pathwise
 from analysis.report.fidelity.printable import printable
 from analysis.report.fidelity.recommendation import calibration, lines_to_paste
-from analysis.report.fidelity.sentences import findings, paper_estimator
+from analysis.report.fidelity.sentences import findings
 from analysis.report.page import data_uri, render, write_tables_and_figures
 from analysis.report.run import write_run_report
 from analysis.statistics.names import families_of, showing
@@ -24,31 +25,6 @@ from bench.noise import noise_findings
 from jagg_core.files import write_atomically
 from jagg_core.records import Record
 from jagg_core.strict_json import RecordError, write_json
-
-
-def make_figures(record: Record, frames: dict[str, pd.DataFrame]) -> dict[str, Figure]:
-    """Every figure that the tables allow, by the name of its file."""
-    made: dict[str, Figure] = {}
-    if len(frames["per_group"]):
-        for window in record.settings["windows"]:
-            made[f"cosine_per_group_w{window}"] = figures.cosine_per_group(frames["per_group"], window)
-    if len(frames["pareto"]):
-        made["pareto"] = figures.pareto_front(frames["pareto"], paper_estimator(record))
-    if len(frames["cross"]):
-        made["cross"] = figures.past_and_future(frames["cross"])
-    if len(frames["knots"]):
-        made["knots"] = figures.knot_placement(frames["knots"], record.schedule)
-    if len(frames["blocks"]):
-        made["blocks"] = figures.block_heat_map(frames["blocks"])
-    if len(frames.get("signal", ())) and frames["signal"]["loss"].notna().any():
-        made["signal_cost"] = signal_figures.signal_per_cost(frames["signal"], record.settings["update_samples"])
-    if len(frames.get("by_batch", ())):
-        made["signal_batch"] = signal_figures.loss_by_batch(frames["by_batch"], record.settings["max_signal_loss"])
-    if len(frames["leak"]):
-        made["leak"] = figures.leak_bars(frames["leak"])
-    if len(frames["speed"]):
-        made["speed"] = figures.speed_bars(frames["speed"])
-    return made
 
 
 def write_report(run: Path) -> tuple[Path, dict[str, pd.DataFrame], list[str]]:
@@ -86,7 +62,9 @@ def _write(run: Path, record: Record) -> tuple[Path, dict[str, pd.DataFrame], li
         frames |= signal_tables.all_tables(record)
         if len(found := pathwise(record)):
             frames["pathwise"] = found
-    pictures = write_tables_and_figures(run, frames, make_figures(record, frames))
+    drawn = draw_blocks(STUDY, record, frames)
+    made = {name: figure for figures in drawn for name, figure in figures.items()}
+    pictures = write_tables_and_figures(run, frames, made)
     shown, said = printable(frames), findings(record, frames)
     said += [f"Speed, one group on {one.backbone}: {warning}." for one in speeds for warning in noise_findings(one)]
     folder = named_folder(record, run)
@@ -102,8 +80,11 @@ def _write(run: Path, record: Record) -> tuple[Path, dict[str, pd.DataFrame], li
     samples = run / "samples.png"
     page = render(
         "report.html",
-        shown=shown,
+        shown=shown | {"conclusions": conclusions(record, frames)},
         record=record,
+        blocks=STUDY,
+        drawn=drawn,
+        top=headline(record, frames),
         steps=len(record.schedule),
         findings=said,
         lines=on_page,

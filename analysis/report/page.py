@@ -37,7 +37,7 @@ def write_tables_and_figures(
 def render(
     template: str,
     *,
-    record: Record,
+    record: Record | None = None,
     shown: Mapping[str, pd.DataFrame],
     blocks: Sequence[Block] = (),
     drawn: Sequence[Mapping[str, Figure]] = (),
@@ -48,7 +48,7 @@ def render(
 
     Args:
         template: its file.
-        record: which it is of.
+        record: which it is of; None for pages of training runs.
         shown: its short tables, by name.
         blocks: its parts in order.
         drawn: figures of every block, by the name of the file.

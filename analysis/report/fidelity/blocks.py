@@ -35,8 +35,9 @@ STUDY = (
         note=(
             "Means over batches. Subsampling is averaged over 16 random subsets, drawn for each batch anew. "
             "The paper's rule is drawn at its best of every W and fraction for each number of passes. The "
-            "relative error and norm ratio stand beside the cosine because it is blind to scale."
+            "relative error and norm ratio stand next to the cosine because it is blind to scale."
         ),
+        opened=True,
     ),
     Block("Group by group", "per_group", _per_group, folded=True),
     Block(

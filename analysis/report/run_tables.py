@@ -235,8 +235,9 @@ def _columns(name: str, result: Paired) -> dict[str, float | None]:
 
 
 def further(table: pd.DataFrame) -> list[tuple[str, str]]:
-    """Lists logs and figures that have no other place on the page, such as those of a meter."""
-    result = dict.fromkeys(zip(table["log"], table["figure"], strict=True))
+    """Lists logs and figures that have no other place on the page, such as those of a meter, and are not all zero."""
+    there = table[table["value"].notna() & (table["value"] != 0)]
+    result = dict.fromkeys(zip(there["log"], there["figure"], strict=True))
     return [
         (log, figure)
         for log, figure in result

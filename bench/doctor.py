@@ -14,8 +14,7 @@ from typing import Any
 import torch
 from torch.utils.benchmark.utils.timer import timer
 
-from bench.arms import Group
-from bench.group import load, workload
+from bench.group import Group, load, workload
 from bench.progress import Say
 from bench.settings import Doctor, GroupBench
 from bench.timing import clear, gradient, verify

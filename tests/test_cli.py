@@ -245,6 +245,7 @@ WRITING = {
         ["collectives", *DIGITS],
         ["cost"],
         ["run", "--preset", "smoke"],
+        ["doctor", *DIGITS],
     ],
     "analysis": [
         *([name, *DIGITS] for name in ("reproduce", "calibrate", "collect", "curves")),

@@ -25,9 +25,9 @@ from jagg_core import (
     Trajectory,
     causal_plan,
     dance_schedule,
+    devices,
     exact_plan,
     jagg_plan,
-    memory,
 )
 from jagg_core.objective import upstream_autograd
 from jagg_core.plans import groups_of
@@ -334,9 +334,9 @@ def test_too_little_memory_is_said_before_any_forward(
             raise OSError("no /proc here")
         return io.StringIO("MemTotal: 99999999 kB\nMemAvailable: 1 kB\n")
 
-    monkeypatch.setattr(memory, "open", meminfo, raising=False)
+    monkeypatch.setattr(devices, "open", meminfo, raising=False)
     if not proc:
-        monkeypatch.setattr(memory.os, "sysconf", lambda _: 32)
+        monkeypatch.setattr(devices.os, "sysconf", lambda _: 32)
     with pytest.raises(
         MemoryError, match=r"the cross gradients take 0\.0 GiB, 0\.0 GiB are free here .* lower the reach"
     ):
@@ -348,9 +348,9 @@ def test_enough_memory_is_enough(field: MlpField, monkeypatch: pytest.MonkeyPatc
     trajectory = make_rollout(field, steps=4)
     needed = 16 * sum(p.numel() for p in field.parameters()) * 8
     free = -(-needed * 10 // 9 // 1024) + 1
-    monkeypatch.setattr(memory, "open", lambda _: io.StringIO(f"MemAvailable: {free} kB\n"), raising=False)
+    monkeypatch.setattr(devices, "open", lambda _: io.StringIO(f"MemAvailable: {free} kB\n"), raising=False)
     assert collect_table(field, trajectory, ADVANTAGES, OBJECTIVE).gram.shape == (16, 16)
-    monkeypatch.setattr(memory, "open", lambda _: io.StringIO(f"MemAvailable: {free - 3} kB\n"), raising=False)
+    monkeypatch.setattr(devices, "open", lambda _: io.StringIO(f"MemAvailable: {free - 3} kB\n"), raising=False)
     with pytest.raises(MemoryError):
         collect_table(field, trajectory, ADVANTAGES, OBJECTIVE, space="exact")
     assert collect_table(field, trajectory, ADVANTAGES, OBJECTIVE, dimension=20).dimension == 20, "projected instead"

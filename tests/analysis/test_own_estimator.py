@@ -24,7 +24,7 @@ from jagg_core import Plan, causal_plan, dance_schedule
 from jagg_core.grpo import GRPOTrainer
 from jagg_core.grpo.plans import make_plan
 from jagg_core.grpo.settings import PlanSettings
-from jagg_core.plans import ESTIMATORS, NamedPlan, find_estimator, register_estimator
+from jagg_core.plans import ESTIMATORS, Estimator, find_estimator, register_estimator
 from jagg_core.records import Cell, Record
 from jagg_core.strict_json import RecordError, read_json, write_json
 from tests.analysis.test_reference import REFERENCE, STUDIES
@@ -102,7 +102,7 @@ def test_a_name_that_is_no_estimator_ends_in_one_line(capsys: pytest.CaptureFixt
 @pytest.mark.parametrize("name", STUDIES)
 def test_stored_records_are_read_after_another_estimator_is_registered(name: str) -> None:
     register_estimator(
-        NamedPlan("later", "later", "knots", causal_plan, looks_ahead=False, in_front=True, recommended=True)
+        Estimator("later", "later", "knots", causal_plan, looks_ahead=False, in_front=True, recommended=True)
     )
     record = read_record(REFERENCE / name / "record.json")
     made = tables.all_tables(record, [])
@@ -120,7 +120,7 @@ def test_one_that_does_not_look_ahead_is_measured_and_recommended() -> None:
     assert "spline-3" not in {e.name for e in main}
 
 
-CAREFUL = NamedPlan("careful", "careful", "knots", causal_plan, looks_ahead=False, in_front=True, recommended=True)
+CAREFUL = Estimator("careful", "careful", "knots", causal_plan, looks_ahead=False, in_front=True, recommended=True)
 
 
 def test_the_line_to_paste_names_it() -> None:

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from bench import group, update
+from bench import group
 from bench.__main__ import main
-from bench.arms import arms_of
+from bench.arms import PAPER, arms_of
 from bench.compiling import compile_blocks, compile_seconds, compiled_graphs
 from bench.group import run_group_bench
 from bench.settings import GroupBench, UpdateBench
@@ -50,7 +50,7 @@ def test_updates_and_what_stands_beside_them() -> None:
     assert [(cell.name, cell.reason) for cell in record.cells if cell.status != "ok"] == []
     assert {len(cell.samples["total_s"]) for cell in record.cells} == {2}
     compiled = {cell.name for cell in record.cells if cell.values["compile_s"] > 0}
-    assert {"exact", "paper"} <= compiled and compiled.isdisjoint(PARTS[1:])
+    assert {"exact", PAPER} <= compiled and compiled.isdisjoint(PARTS[1:])
 
 
 def test_without_it_nothing_is_compiled() -> None:
@@ -74,13 +74,12 @@ def none(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Any:
     ("backend", "reason"), [(wrong, "gradient differs from the plain loop"), (none, "no working C++ compiler")]
 )
 def test_arms_fail_with_the_backends_reason(backend: Any, reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (group, update):
-        monkeypatch.setattr(module, "compile_blocks", lambda backbone, _: compile_blocks(backbone, backend))
+    monkeypatch.setattr(group, "compile_blocks", lambda backbone, _: compile_blocks(backbone, backend))
     record = run_group_bench(GroupBench(DEEP, compile="eager", **SMALL))
     assert [(cell.name, cell.status) for cell in record.cells] == [(name, "failed") for name in ARMS]
     assert reason in (record.cell("exact").reason or "")
     record = run_update_bench(UpdateBench(DEEP, compile="eager", **SMALL))
-    assert record.cell("paper").status == "failed" and reason in (record.cell("exact").reason or "")
+    assert record.cell(PAPER).status == "failed" and reason in (record.cell("exact").reason or "")
 
 
 def test_a_policy_that_goes_past_the_blocks_fails(stub: str) -> None:

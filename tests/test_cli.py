@@ -245,7 +245,7 @@ WRITING = {
         ["collectives", *DIGITS],
         ["cost"],
         ["run", "--preset", "smoke"],
-        ["doctor", *DIGITS],
+        ["doctor"],
     ],
     "analysis": [
         *([name, *DIGITS] for name in ("reproduce", "calibrate", "collect", "curves")),

@@ -9,6 +9,7 @@ from subprocess import CalledProcessError
 from typing import Any
 
 from analysis.measure.curve_settings import Curves
+from analysis.measure.league_settings import League
 from analysis.measure.study import Calibrate, Recipe, Reproduce, Study
 from jagg_core.checks import require_device
 from jagg_core.files import only_run_in, require_writable
@@ -28,6 +29,7 @@ CURVES_EXAMPLE = (
     "example: python -m analysis curves --backbone digits-flux --reward classifier+10*ink --watched sharpness "
     "--calibration results/reference/digits-flux-calibration/calibration-eta0.7.json --out results/digits-curves"
 )
+LEAGUE_EXAMPLE = "example: python -m analysis league --backbone digits-flux --reward classifier+10*ink --steps 10 5"
 QUICK_STUDY: dict[str, Any] = {
     "etas": (0.7,),
     "windows": (4,),
@@ -49,6 +51,8 @@ QUICK: dict[type[Study], dict[str, Any]] = {
     },
 }
 """Settings of ``--quick``: every part runs, no number means much."""
+
+QUICK_LEAGUE = {"batches": 3, "prompts": 2, "samples": 3, "dimension": 4096}
 
 OF_A_PRESET = ("steps", "schedule", "shift", "transition", "timestep_mode")
 """Settings of a trainer's rollouts that a calibration must share; so are ``eta`` and ``guidance``."""
@@ -82,6 +86,14 @@ def parser() -> argparse.ArgumentParser:
     )
     add_flags(command, Curves)
     command.add_argument("--out", type=Path, default=None, help="run folder, default results/BACKBONE-curves")
+    command = commands.add_parser(
+        "league",
+        help="compare methods, each on its rollouts: signal, work, direction, leak",
+        epilog=LEAGUE_EXAMPLE,
+        formatter_class=AS_IT_IS,
+    )
+    add_flags(command, League)
+    command.add_argument("--out", type=Path, default=None, help="run folder, default results/BACKBONE-league")
     listed = commands.add_parser(
         "manifest",
         help="list the records below a folder, their commands and inputs",
@@ -179,6 +191,15 @@ def main(argv: list[str] | None = None) -> None:
             out = arguments.out or Path("results") / f"{chosen.backbone.replace(':', '-')}-curves"
             with only_run_in(out):
                 reward_curves.run(chosen, out)
+        elif arguments.command == "league":
+            from analysis.measure import league
+
+            flags = given(arguments, League)
+            compared = League(**(QUICK_LEAGUE if flags.get("quick") else {}) | flags)
+            out = arguments.out or Path("results") / f"{compared.backbone.replace(':', '-')}-league"
+            require_device(compared.device)
+            with only_run_in(out):
+                league.run(compared, out)
         elif out is None:
             settings = settings_from(arguments)
             _, ending, _ = COMMANDS[arguments.command]

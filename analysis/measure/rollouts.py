@@ -37,21 +37,51 @@ def check_prompts(recipe: Recipe, backbone: Backbone) -> None:
         raise ValueError(f"prompts must be at most {len(backbone.prompts)} for {backbone.name}, got {recipe.prompts}")
 
 
+@dataclass(frozen=True)
+class Start:
+    """What a rollout begins with: prompts of B samples, their numbers ``[B]``, and noise ``[B, *D]``."""
+
+    seed: int
+    policy: VelocityPolicy
+    prompts: list[str]
+    prompt_ids: Tensor
+    latents: Tensor
+
+    def scored(self, trajectory: Trajectory, backbone: Backbone, reward: Reward) -> Batch:
+        """Scores the final samples and centres the advantages per prompt."""
+        rewards = score(reward, backbone.decode(trajectory.final), self.prompts)
+        advantages = group_advantages(rewards, self.prompt_ids.to(rewards.device))
+        return Batch(self.seed, self.policy, trajectory, self.prompts, rewards, advantages)
+
+
+def start(backbone: Backbone, recipe: Recipe, seed: int, *, shared_noise: bool = False) -> Start:
+    """Draws prompts and noise; with ``shared_noise`` all samples of a prompt begin with the same.
+
+    Raises:
+        ValueError: more prompts per batch than the backbone has.
+    """
+    check_prompts(recipe, backbone)
+    chosen = torch.randperm(len(backbone.prompts), generator=generator_for(seed, "prompts"))[: recipe.prompts]
+    prompt_ids = chosen.repeat_interleave(recipe.samples)
+    prompts = [backbone.prompts[i] for i in prompt_ids.tolist()]
+    ids = [i - i % recipe.samples if shared_noise else i for i in range(recipe.batch)]
+    latents = initial_latents(backbone.latent_shape, seed, ids).to(backbone.device)
+    return Start(seed, backbone.policy(prompts, recipe.guidance), prompts, prompt_ids, latents)
+
+
 def make_batch(backbone: Backbone, reward: Reward, recipe: Recipe, eta: float, purpose: str, number: int) -> Batch:
     """Draws prompts, rolls out, scores, and centres the advantages per prompt.
 
     Raises:
         ValueError: more prompts per batch than the backbone has.
     """
-    check_prompts(recipe, backbone)
-    seed = rollout_seed(recipe, eta, purpose, number)
-    chosen = torch.randperm(len(backbone.prompts), generator=generator_for(seed, "prompts"))[: recipe.prompts]
-    prompt_ids = chosen.repeat_interleave(recipe.samples)
-    prompts = [backbone.prompts[i] for i in prompt_ids.tolist()]
-    policy = backbone.policy(prompts, recipe.guidance)
-    latents = initial_latents(backbone.latent_shape, seed, range(recipe.batch)).to(backbone.device)
+    begun = start(backbone, recipe, rollout_seed(recipe, eta, purpose, number))
     trajectory = rollout(
-        policy, recipe.sigmas(backbone), recipe.kernel(eta), latents, seed, timestep_mode=recipe.timestep_mode
+        begun.policy,
+        recipe.sigmas(backbone),
+        recipe.kernel(eta),
+        begun.latents,
+        begun.seed,
+        timestep_mode=recipe.timestep_mode,
     )
-    rewards = score(reward, backbone.decode(trajectory.final), prompts)
-    return Batch(seed, policy, trajectory, prompts, rewards, group_advantages(rewards, prompt_ids.to(rewards.device)))
+    return begun.scored(trajectory, backbone, reward)

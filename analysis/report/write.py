@@ -18,6 +18,7 @@ from analysis.report.fidelity.direction import pathwise
 from analysis.report.fidelity.printable import printable
 from analysis.report.fidelity.recommendation import calibration, lines_to_paste
 from analysis.report.fidelity.sentences import findings
+from analysis.report.league import write_league_report
 from analysis.report.page import data_uri, render, write_tables_and_figures
 from analysis.report.run import write_run_report
 from analysis.statistics.names import families_of, showing
@@ -56,6 +57,8 @@ def _write(run: Path, record: Record) -> tuple[Path, dict[str, pd.DataFrame], li
         return write_bench_report(run, record)
     if record.kind == "curves":
         return write_curve_report(run, record)
+    if record.kind == "league":
+        return write_league_report(run, record)
     speeds = [read_record(path) for path in sorted(run.glob("speed-*.json"))]
     frames = tables.all_tables(record, speeds)
     if record.kind == "calibrate":

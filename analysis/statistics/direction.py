@@ -35,6 +35,26 @@ def signal_share(products: Products) -> Interval:
     return _jackknife(products, lambda found: np.asarray(found.own / (found.own + found.own_noise))[()])
 
 
+def signal_ratio(one: Products, other: Products) -> Interval:
+    """Computes the signal-to-noise ratio ``|mu|^2 / V`` of one estimator over another's, on n batches of each.
+
+    The jackknife leaves out a batch of both at a time, on the logarithm. Undefined where a squared mean is not
+    positive.
+    """
+    if one.n != other.n:
+        raise ValueError(f"both must be of equally many batches, got {one.n} and {other.n}")
+
+    def logarithm(found: Moments, weights: np.ndarray) -> Values:
+        reference = moments(other, weights)
+        ratio = np.asarray(found.own / found.own_noise / (reference.own / reference.own_noise))
+        positive = (np.asarray(found.own) > 0) & (np.asarray(reference.own) > 0)
+        return np.log(np.where(positive, ratio, np.nan))[()]
+
+    made = _jackknife_weighted(one, logarithm)
+    value, low, high = (None if end is None else math.exp(end) for end in (made.value, made.low, made.high))
+    return Interval(value, low, high, made.n)
+
+
 def update_loss(products: Products, powers: Sequence[float], exact_powers: Sequence[float], scale: float) -> Interval:
     """Computes the share of exact's signal that an update by the policy gradient loses on the estimator.
 

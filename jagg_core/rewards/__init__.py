@@ -12,7 +12,7 @@ from jagg_core.rewards.base import (
     score_in_update,
 )
 from jagg_core.rewards.classifier import ClassifierLogProb, load_classifier, read_as_prompted
-from jagg_core.rewards.pixels import Colourfulness, Ink, Redness, Sharpness
+from jagg_core.rewards.pixels import Colourfulness, Ink, Random, Redness, Sharpness
 from jagg_core.rewards.preference import PreferenceReward
 from jagg_core.rewards.registry import check_reward, list_rewards, load_reward, options_of, reward_fingerprints
 from jagg_core.rewards.training import train_classifier
@@ -23,6 +23,7 @@ __all__ = [
     "FunctionReward",
     "Ink",
     "PreferenceReward",
+    "Random",
     "Redness",
     "Reward",
     "RewardFailed",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 
 import torch
@@ -93,3 +94,19 @@ class Ink:
         """
         check_images(images, self.name, channels=(1,))
         return images.float().flatten(1).mean(1)
+
+
+class Random:
+    """A uniform number in [0, 1) from a digest of the pixels: the control for what training does without a reward.
+
+    It is deterministic, as rewards must be, and no property of the image predicts it. It has no gradient.
+    """
+
+    name = "random"
+
+    def __call__(self, images: Tensor, prompts: Sequence[str]) -> Tensor:
+        """Computes the number of every image, ``[N]``."""
+        check_images(images, self.name, channels=(1, 3))
+        digests = [hashlib.sha256(image.float().cpu().numpy().tobytes()).digest() for image in images.detach()]
+        values = [int.from_bytes(digest[:4], "big") / 2**32 for digest in digests]
+        return torch.tensor(values, dtype=torch.float32, device=images.device)

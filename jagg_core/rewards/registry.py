@@ -15,7 +15,7 @@ from jagg_core.imports import import_object, source_fingerprint
 from jagg_core.options import read_values
 from jagg_core.rewards.base import FunctionReward, Reward, WeightedSum
 from jagg_core.rewards.classifier import ClassifierLogProb, classifier_spec
-from jagg_core.rewards.pixels import Colourfulness, Ink, Redness, Sharpness
+from jagg_core.rewards.pixels import Colourfulness, Ink, Random, Redness, Sharpness
 from jagg_core.rewards.preference import CLIPSCORE, HPSV21, PICKSCORE, PreferenceSettings, Published, load_preference
 
 
@@ -62,6 +62,7 @@ _REWARDS: dict[str, _Entry] = {
     "sharpness": _Entry("mean absolute Laplacian of the luminance", (1, 3), lambda *_: Sharpness()),
     "redness": _Entry("mean of R - (G + B) / 2", (3,), lambda *_: Redness()),
     "ink": _Entry("mean intensity of grey images", (1,), lambda *_: Ink()),
+    "random": _Entry("uniform number from a digest of the pixels: a control", (1, 3), lambda *_: Random()),
     "clipscore": _published("cosine of image and prompt under CLIP ViT-L/14, or another CLIP", CLIPSCORE),
     "pickscore": _published("PickScore, on its published scale of about 22", PICKSCORE),
     "hpsv2.1": _published("Human Preference Score v2.1, a cosine", HPSV21),

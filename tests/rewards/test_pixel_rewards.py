@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from jagg_core.rewards import Colourfulness, Ink, Redness, Sharpness, score
+from jagg_core.rewards import Colourfulness, Ink, Random, Redness, Reward, Sharpness, score
 
 
 def uniform(red: float, green: float, blue: float, side: int = 6) -> torch.Tensor:
@@ -68,8 +68,8 @@ def test_ink_is_the_share_of_bright_pixels() -> None:
     assert score(Ink(), image, ["x", "y"]).tolist() == [0, 0.25]
 
 
-@pytest.mark.parametrize("reward", [Colourfulness(), Sharpness(), Redness(), Ink()], ids=lambda r: r.name)
-def test_a_batch_gives_what_single_images_give(reward: Colourfulness | Sharpness | Redness | Ink) -> None:
+@pytest.mark.parametrize("reward", [Colourfulness(), Sharpness(), Redness(), Ink(), Random()], ids=lambda r: r.name)
+def test_a_batch_gives_what_single_images_give(reward: Reward) -> None:
     channels = 1 if isinstance(reward, Ink) else 3
     images = torch.rand(7, channels, 16, 16, generator=torch.Generator().manual_seed(1))
     before = images.clone()
@@ -89,11 +89,17 @@ def test_a_batch_gives_what_single_images_give(reward: Colourfulness | Sharpness
         (Sharpness(), 4, "sharpness takes 1 channel .* or 3 channels"),
     ],
 )
-def test_wrong_channels_are_refused(
-    reward: Colourfulness | Sharpness | Redness | Ink, channels: int, message: str
-) -> None:
+def test_wrong_channels_are_refused(reward: Reward, channels: int, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         score(reward, torch.zeros(1, channels, 4, 4), ["x"])
+
+
+def test_random_is_uniform_and_sees_nothing() -> None:
+    images = torch.rand(400, 1, 4, 4, generator=torch.Generator().manual_seed(0))
+    values = score(Random(), images, ["x"] * 400)
+    assert values.min() >= 0 and values.max() < 1
+    assert values.mean().item() == pytest.approx(0.5, abs=4 / (12 * 400) ** 0.5)
+    assert abs(torch.corrcoef(torch.stack([values, images.flatten(1).mean(1)]))[0, 1]) < 0.2
 
 
 def test_sharpness_refuses_images_without_an_interior() -> None:

@@ -32,7 +32,7 @@ def own_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def test_every_listed_name_loads_under_its_name() -> None:
-    shipped = ("classifier", "colourfulness", "sharpness", "redness", "ink")
+    shipped = ("classifier", "colourfulness", "sharpness", "redness", "ink", "random")
     assert tuple(list_rewards()) == (*shipped, "clipscore", "pickscore", "hpsv2.1")
     for name in shipped:
         reward = load_reward(name, dataset="digits" if name == "ink" else "photos")

@@ -248,7 +248,7 @@ WRITING = {
         ["doctor"],
     ],
     "analysis": [
-        *([name, *DIGITS] for name in ("reproduce", "calibrate", "collect", "curves")),
+        *([name, *DIGITS] for name in ("reproduce", "calibrate", "collect", "curves", "league")),
         ["report", "results/a", "results/b"],
     ],
 }

@@ -23,6 +23,16 @@ CHECKOUT = Path(__file__).resolve().parent.parent
 AS_IT_IS = argparse.RawDescriptionHelpFormatter
 """Examples are not broken at their dashes, so that they can be pasted."""
 
+VERDICTS = ("FASTER", "SLOWER", "HIGHER", "LOWER", "UNDECIDED", "MISSING")
+"""Of a comparison, other than SAME."""
+
+COMPARE_EXAMPLE = (
+    "example: python -m analysis compare results/reference/photos-flux-calibration "
+    "results/reference/photos-qwen-calibration --fail-on LOWER"
+)
+LINES = 20
+"""Of a printed table, unless all are asked for."""
+
 REPORT_EXAMPLE = "example: python -m analysis report results/photos-flux"
 MANIFEST_EXAMPLE = "example: python -m analysis manifest results/reference"
 CURVES_EXAMPLE = (
@@ -104,6 +114,26 @@ def parser() -> argparse.ArgumentParser:
         "root", type=Path, nargs="?", default=Path("results/reference"), help="folder of records, default %(default)s"
     )
     listed.add_argument("--rerun", action="store_true", help="first make every record anew, which takes hours")
+    compared = commands.add_parser(
+        "compare",
+        help="two results of one kind against each other",
+        description="Every quantity that two records or run folders share. Times: FASTER or SLOWER where the interval "
+        "of the ratio lies beyond the noise floor. Estimates: SAME within the margin, HIGHER or LOWER where the "
+        "interval of the difference leaves out 0. Else UNDECIDED. Intervals are of 95 % each: of many quantities some "
+        "leave out 0 by chance.",
+        epilog=COMPARE_EXAMPLE,
+        formatter_class=AS_IT_IS,
+    )
+    compared.add_argument("first", type=Path, help="run folder or record file of the run before")
+    compared.add_argument("second", type=Path, help="likewise of the run after")
+    compared.add_argument("--margin", type=float, default=0.01, help="share of the first value that counts as the same")
+    compared.add_argument("--all", action="store_true", help="print every quantity, not the first 20 that changed")
+    form = compared.add_mutually_exclusive_group()
+    form.add_argument("--markdown", action="store_true", help="print a table for a pull request")
+    form.add_argument("--latex", action="store_true", help="print a table for a paper")
+    compared.add_argument(
+        "--fail-on", nargs="*", choices=VERDICTS, default=[], help="exit with 1 if a quantity has such a verdict"
+    )
     report = commands.add_parser(
         "report", help="rebuild tables, figures and page of a run", epilog=REPORT_EXAMPLE, formatter_class=AS_IT_IS
     )
@@ -147,6 +177,25 @@ def show(run_folder: Path, trained: Sequence[Path] = ()) -> int:
     return len(shown.get("failures", ()))
 
 
+def compare_runs(arguments: argparse.Namespace) -> int:
+    """Prints a comparison. Returns how many quantities have a verdict to fail on."""
+    from analysis.report.compare import compare, markdown, shown
+
+    frame, warnings = compare(arguments.first, arguments.second, arguments.margin)
+    table = shown(frame, every=arguments.all)
+    if arguments.markdown or arguments.latex:
+        print(markdown(table) if arguments.markdown else table.to_latex(index=False, escape=True))
+    else:
+        some = table if arguments.all else table.head(LINES)
+        print(some.to_string(index=False, max_colwidth=40) if len(table) else "nothing changed for certain")
+        if len(some) < len(table):
+            print(f"... and {len(table) - len(some)} more: --all")
+    print("\n" + ", ".join(f"{count} {verdict}" for verdict, count in frame["verdict"].value_counts().items()))
+    for warning in warnings:
+        print(f"warning: {warning}")
+    return int(frame["verdict"].isin(arguments.fail_on).sum())
+
+
 def _work_of(command: str) -> Callable[[Any, Path], Record]:
     from analysis.measure import calibrate, reproduce
 
@@ -163,6 +212,10 @@ def main(argv: list[str] | None = None) -> None:
     top = parser()
     arguments = top.parse_args(argv)
     try:
+        if arguments.command == "compare":
+            if bad := compare_runs(arguments):
+                top.exit(1, f"{top.prog}: {bad} quantities have a verdict to fail on\n")
+            return
         if arguments.command == "manifest":
             from analysis.report import manifest
 

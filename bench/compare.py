@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from bench.noise import noise_floor, ratio_of_medians, times_of
+from bench.noise import Ratio, noise_floor, ratio_of_medians, times_of
 from jagg_core.records import Cell, Record
 from jagg_core.strict_json import RecordError
 
@@ -83,18 +84,20 @@ def _compare_arm(name: str, first: Cell | None, second: Cell | None, floor: floa
         return Comparison(name, "missing")
     if first.status != "ok" or second.status != "ok":
         return Comparison(name, "failed")
-    found = ratio_of_medians(times_of(second), times_of(first), paired=False)
-    ratio, low, high = found.value, found.low, found.high
-    assert ratio is not None and low is not None and high is not None
+    verdict, ratio = compare_times(times_of(first), times_of(second), floor)
+    return Comparison(name, verdict, ratio.value, ratio.low, ratio.high)
+
+
+def compare_times(first: Sequence[float], second: Sequence[float], floor: float) -> tuple[Verdict, Ratio]:
+    """Compares seconds of two runs: the verdict on the second, and the ratio of medians, second over first."""
+    ratio = ratio_of_medians(second, first, paired=False)
+    assert ratio.value is not None and ratio.low is not None and ratio.high is not None
     upper, lower = 1 + floor, 1 / (1 + floor)
-    verdict: Verdict = "ambiguous"
-    if low > upper:
-        verdict = "slower"
-    elif high < lower:
-        verdict = "faster"
-    elif lower <= ratio <= upper:
-        verdict = "same"
-    return Comparison(name, verdict, ratio, low, high)
+    if ratio.low > upper:
+        return "slower", ratio
+    if ratio.high < lower:
+        return "faster", ratio
+    return "same" if lower <= ratio.value <= upper else "ambiguous", ratio
 
 
 def add_compare(commands: Any) -> None:

@@ -76,7 +76,7 @@ COMMANDS: dict[str, tuple[type[Study], str, str]] = {
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line."""
+    """Builds the command line."""
     top = argparse.ArgumentParser(
         prog="python -m analysis",
         description="What the approximations keep, by measurement.",
@@ -113,7 +113,7 @@ def parser() -> argparse.ArgumentParser:
     listed.add_argument(
         "root", type=Path, nargs="?", default=Path("results/reference"), help="folder of records, default %(default)s"
     )
-    listed.add_argument("--rerun", action="store_true", help="first make every record anew, which takes hours")
+    listed.add_argument("--rerun", action="store_true", help="first make every record again, which takes hours")
     compared = commands.add_parser(
         "compare",
         help="two results of one kind against each other",
@@ -143,7 +143,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def settings_from(arguments: argparse.Namespace) -> Study:
-    """Settings from flags, then from ``--preset``, then from ``--quick``; the rest keep their defaults."""
+    """Reads settings from flags, then from ``--preset``, then from ``--quick``; the rest keep their defaults."""
     kind = COMMANDS[arguments.command][0]
     flags, recipe = given(arguments, kind), given(arguments, Recipe)
     if arguments.weights is not None:
@@ -162,17 +162,17 @@ def settings_from(arguments: argparse.Namespace) -> Study:
 
 
 def show(run_folder: Path, trained: Sequence[Path] = ()) -> int:
-    """Write the report of a run folder, or of training runs, and print its tables. Returns how many cells failed."""
+    """Writes the report of a run folder, or of training runs, and prints its tables. Returns how many cells failed."""
     import pandas as pd
 
     from analysis.report.run import write_run_report
     from analysis.report.write import write_report
 
-    page, shown, said = write_run_report(trained, run_folder) if trained else write_report(run_folder)
+    page, shown, sentences = write_run_report(trained, run_folder) if trained else write_report(run_folder)
     with pd.option_context("display.width", 220, "display.max_columns", None, "display.max_colwidth", 60):
         for name, frame in shown.items():
             print(f"\n{name.replace('_', ' ')}\n{frame.to_string(index=False)}")
-    print("\n" + "\n".join(said))
+    print("\n" + "\n".join(sentences))
     print(f"\nreport: {page}")
     return len(shown.get("failures", ()))
 
@@ -208,7 +208,7 @@ def _work_of(command: str) -> Callable[[Any, Path], Record]:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Run a command."""
+    """Runs a command."""
     top = parser()
     arguments = top.parse_args(argv)
     try:

@@ -11,8 +11,7 @@ from tqdm import tqdm
 
 from bench.compare import add_compare, compare_runs
 from bench.cost import CostStudy, Machine, Update, run_cost_study
-from bench.findings import count_lines
-from bench.lines import LINES, failure_lines, memory_lines, speed_lines, step_lines
+from bench.lines import LINES, count_lines, failure_lines, memory_lines, speed_lines, step_lines
 from bench.presets import PRESETS
 from bench.progress import Part, print_line
 from bench.settings import CollectiveBench, Doctor, GroupBench, UpdateBench
@@ -44,7 +43,7 @@ MEMORY_EXAMPLE = "example: python -m bench memory --backbone photos-flux --batch
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line."""
+    """Builds the command line."""
     top = argparse.ArgumentParser(
         prog="python -m bench", description="Time the update of GRPO by estimator.", epilog=CELLS_EXAMPLE
     )
@@ -81,7 +80,7 @@ def _add_doctor(commands: Any) -> None:
 
 
 def look_at_device(arguments: argparse.Namespace) -> Record:
-    """Measure, and print what became of every cell."""
+    """Measures, and prints the outcome of every cell."""
     settings = Doctor(**given(arguments, Doctor))
     require_device(settings.device)
     from bench.doctor import doctor_lines, run_doctor
@@ -104,7 +103,7 @@ def _add_collectives(commands: Any) -> None:
 
 
 def count_collectives(arguments: argparse.Namespace) -> Record:
-    """Count, write the record, and print counts per sharded unit, and findings. Under torchrun, rank 0 does so."""
+    """Counts, writes the record and prints counts per sharded unit; only the first rank under torchrun does."""
     from bench.collectives import is_first, run_collective_bench, settings_of
     from jagg_core.distributed import ranks_here, require_device_each
 
@@ -126,7 +125,7 @@ def _add_run(commands: Any) -> None:
 
 
 def run_preset(arguments: argparse.Namespace) -> Record:
-    """Measure a preset and print what became of its cells, and the speed-ups of its groups and training steps."""
+    """Measures a preset; prints the status of its cells and the speed-ups of its groups and training steps."""
     from bench.suite import run_suite
 
     out = arguments.out or Path("results") / f"bench-{arguments.preset}"
@@ -154,7 +153,7 @@ def _add_update(commands: Any) -> None:
 
 
 def time_update(arguments: argparse.Namespace) -> Record:
-    """Time training steps, write the record, and print their speed-ups and those of their parts."""
+    """Times training steps, writes the record, and prints their speed-ups and those of their parts."""
     from bench.update import run_update_bench
 
     settings = UpdateBench(**given(arguments, UpdateBench))
@@ -168,7 +167,7 @@ def time_update(arguments: argparse.Namespace) -> Record:
 
 
 def _shown_on(bar: tqdm) -> Callable[[str], None]:
-    """Show on a bar where a run is, a step further each time."""
+    """Shows on a bar where a run is, a step further each time."""
 
     def show(where: str) -> None:
         bar.set_postfix_str(where, refresh=False)
@@ -190,7 +189,7 @@ def _add_memory(commands: Any) -> None:
 
 
 def measure_memory(arguments: argparse.Namespace) -> Record:
-    """Measure, write the record, and print a line per arm."""
+    """Measures, writes the record, and prints a line per arm."""
     from bench.memory import run_memory_bench
 
     settings = GroupBench(**given(arguments, GroupBench))
@@ -219,7 +218,7 @@ def _add_cost(commands: Any) -> None:
 
 
 def time_group(arguments: argparse.Namespace) -> Record:
-    """Time a group, write the record, and print its speed-ups."""
+    """Times a group, writes the record, and prints its speed-ups."""
     from bench.group import run_group_bench
 
     settings = GroupBench(**given(arguments, GroupBench))
@@ -233,7 +232,7 @@ def time_group(arguments: argparse.Namespace) -> Record:
 
 
 def predict_cost(arguments: argparse.Namespace) -> Record:
-    """Predict, write the record, and print the whole step on every number of devices."""
+    """Predicts, writes the record, and prints the whole step on every number of devices."""
     settings = CostStudy(
         update=Update(**given(arguments, Update)),
         machine=Machine(**given(arguments, Machine)),
@@ -264,7 +263,7 @@ COMMANDS = {
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Run a command."""
+    """Runs a command."""
     top = parser()
     arguments = top.parse_args(argv)
     try:

@@ -303,7 +303,7 @@ def find_arm(name: str, passes: int | None = None) -> Arm | None:
 
 
 def name_of(name: str) -> str:
-    """Returns the name of today's registry for an arm of a stored record."""
+    """Returns the registered name for an arm of a stored record."""
     arm = find_arm(name)
     return name if arm is None else arm.name
 

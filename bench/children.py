@@ -20,7 +20,7 @@ def run_children(
     started: float | None = None,
     waiting: Callable[[], None] = lambda: None,
 ) -> None:
-    """Run ``work(number, *arguments)`` in ``count`` fresh processes.
+    """Runs ``work(number, *arguments)`` in ``count`` fresh processes.
 
     ``started``: reading of `time.monotonic` since when the seconds of ``timeout`` run; now by default. ``waiting``:
     called about every second until they are done.

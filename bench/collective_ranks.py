@@ -59,23 +59,23 @@ class RankRun:
 
 
 def work(number: int, settings: CollectiveBench, folder: str) -> None:
-    """Measure as rank ``number`` of those that were spawned, and write what was found to ``folder/NUMBER.json``."""
-    found = measure(number, number, settings, f"file://{folder}/rendezvous")
-    (Path(folder) / f"{number}.json").write_text(json.dumps(found))
+    """Measures as rank ``number`` of those that were spawned, and writes the result to ``folder/NUMBER.json``."""
+    measured = measure(number, number, settings, f"file://{folder}/rendezvous")
+    (Path(folder) / f"{number}.json").write_text(json.dumps(measured))
     dist.destroy_process_group()
 
 
 def work_launched(settings: CollectiveBench) -> list[dict[str, Any]]:
-    """Measure as the rank that torchrun started. Every rank has what all of them found."""
-    found = measure(int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"]), settings, "env://")
+    """Measures as the rank that torchrun started. Returns the results of all ranks on every rank."""
+    measured = measure(int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"]), settings, "env://")
     everywhere: list[Any] = [None] * settings.ranks
-    dist.all_gather_object(everywhere, found)
+    dist.all_gather_object(everywhere, measured)
     dist.destroy_process_group()
     return everywhere
 
 
 def measure(rank: int, local_rank: int, settings: CollectiveBench, rendezvous: str) -> dict[str, Any]:
-    """Join the group, then verify, count and time every arm.
+    """Joins the group, then verifies, counts and times every arm.
 
     Raises:
         ValueError: the backbone has no blocks to shard.
@@ -100,7 +100,7 @@ def measure(rank: int, local_rank: int, settings: CollectiveBench, rendezvous: s
     units = lay_out(backbone.blocks, transformer, settings.layout, dtype, settings.shards_per_copy, unused)
     group = _group(settings, backbone)  # a rollout of the weights as they now lie, which are other tensors
     runs = _runs(settings, group, transformer)
-    for _ in range(2):  # sets communication up; DistributedDataParallel sorts its buckets anew after a first backward
+    for _ in range(2):  # sets communication up; DistributedDataParallel sorts its buckets again after a first backward
         _time(runs["exact"])
     cells = []
     for name, run in runs.items():
@@ -129,7 +129,7 @@ def _join(rank: int, local_rank: int, settings: CollectiveBench, rendezvous: str
 
 
 def _group(settings: CollectiveBench, backbone: Any) -> Group:
-    """A rollout's first group. Every rank has the same samples, so that reduced gradients equal plain ones."""
+    """Loads a rollout's first group: the same samples on every rank, so that reduced gradients equal plain ones."""
     seed = derive_seed(settings.seed, "collectives")
     parameters = list(backbone.transformer.parameters())
     policy = FixedParameters(backbone.policy(prompts_of(backbone, settings.batch)), parameters)
@@ -161,12 +161,12 @@ def _count(run: RankRun) -> dict[str, Any]:
 
 
 def _settled(live: LiveBytes) -> int:
-    """Bytes alive once they stay the same: gloo's threads let go of what they reduced a moment after it is there."""
-    found = -1
-    while found != live.now:
-        found = live.now
+    """Waits until the bytes alive stay the same and returns them: gloo's threads free reduced tensors a bit later."""
+    before = -1
+    while before != live.now:
+        before = live.now
         time.sleep(SETTLED_S)
-    return found
+    return before
 
 
 def _time(run: RankRun) -> dict[str, float]:
@@ -192,6 +192,6 @@ def _gradient(run: RankRun) -> list[Tensor]:
 
 
 def _whole(parameters: Sequence[Tensor]) -> list[Tensor]:
-    """Whole gradients of parameters that may be sharded; zeros where there are none."""
-    found: list[Any] = gradient(parameters)
-    return [one.full_tensor() if hasattr(one, "full_tensor") else one for one in found]
+    """Gathers whole gradients of parameters that may be sharded; zeros where there are none."""
+    gradients: list[Any] = gradient(parameters)
+    return [one.full_tensor() if hasattr(one, "full_tensor") else one for one in gradients]

@@ -16,7 +16,7 @@ from typing import Any
 
 from bench.children import run_children
 from bench.collective_ranks import work, work_launched
-from bench.findings import findings
+from bench.lines import count_sentences
 from bench.progress import Say
 from bench.settings import CollectiveBench
 from jagg_core.environment import command_line
@@ -24,17 +24,17 @@ from jagg_core.records import Cell, Record
 
 
 def launched() -> bool:
-    """Whether torchrun started this process, as one rank of several."""
+    """Returns whether torchrun started this process, as one rank of several."""
     return {"RANK", "LOCAL_RANK", "WORLD_SIZE"} <= os.environ.keys()
 
 
 def is_first() -> bool:
-    """Whether this process speaks for all: not a further rank of torchrun's."""
+    """Returns whether this process prints for all: it is rank 0, or torchrun did not start it."""
     return not launched() or os.environ["RANK"] == "0"
 
 
 def settings_of(flags: dict[str, Any]) -> CollectiveBench:
-    """Settings from those that were given; ``ranks`` are torchrun's where it started this process.
+    """Makes settings from the given ones; ``ranks`` are torchrun's where it started this process.
 
     Raises:
         ValueError: other ranks than torchrun's were asked for, or pretended ones.
@@ -50,7 +50,7 @@ def settings_of(flags: dict[str, Any]) -> CollectiveBench:
 
 
 def run_collective_bench(settings: CollectiveBench, progress: Say | None = None) -> Record:
-    """Verify, count and time every arm on every rank. ``progress`` is told about every second that ranks are at work.
+    """Verifies, counts and times every arm on every rank. Calls ``progress`` every second while ranks are at work.
 
     A rank that fails or hangs ends the run; its error is in the record.
     """
@@ -62,18 +62,18 @@ def run_collective_bench(settings: CollectiveBench, progress: Say | None = None)
         return record
 
 
-def record_of(settings: CollectiveBench, found: list[dict[str, Any]]) -> Record:
-    """The record of what each rank ``found`` (see `bench.collective_ranks.measure`).
+def record_of(settings: CollectiveBench, results: list[dict[str, Any]]) -> Record:
+    """Builds the record from the results of every rank (see `bench.collective_ranks.measure`).
 
-    A cell has, per rank and round, seconds of the whole arm (``rank0_total_s``) and, from rounds of their own, of each
+    A cell has, per rank and round, seconds of the whole arm (``rank0_total_s``) and, from separate rounds, of each
     kind of collective without overlap (``rank0_all_gather_s``). Its values are rank 0's: counts and bytes by kind;
     ``retained_gradient_bytes``, of the gradients alive when all steps but the last are done and wait for it (deferred),
     or at the end (others).
     """
     record = _empty(settings)
-    sharding = Cell("sharding", values={key: found[0][key] for key in ("units", "parameters")})
-    record.cells = [sharding, *(_joined(ranks) for ranks in zip(*(rank["cells"] for rank in found), strict=True))]
-    sharding.values["findings"] = findings(record)
+    sharding = Cell("sharding", values={key: results[0][key] for key in ("units", "parameters")})
+    record.cells = [sharding, *(_joined(ranks) for ranks in zip(*(rank["cells"] for rank in results), strict=True))]
+    sharding.values["findings"] = count_sentences(record)
     return record
 
 
@@ -82,7 +82,7 @@ def _empty(settings: CollectiveBench) -> Record:
 
 
 def _spawn(settings: CollectiveBench, progress: Say | None) -> list[dict[str, Any]]:
-    """What each rank found, in processes of their own."""
+    """Measures every rank in a separate process; returns their results by rank."""
     processes = 1 if settings.pretend else settings.ranks
 
     def waiting() -> None:
@@ -95,7 +95,7 @@ def _spawn(settings: CollectiveBench, progress: Say | None) -> list[dict[str, An
 
 
 def _joined(ranks: tuple[dict[str, Any], ...]) -> Cell:
-    """One cell of an arm's cells on all ranks."""
+    """Joins an arm's cells of all ranks into one."""
     cells = [Cell(**rank) for rank in ranks]
     failed = next((cell for cell in cells if cell.status != "ok"), None)
     if failed is not None:

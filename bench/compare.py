@@ -101,7 +101,7 @@ def compare_times(first: Sequence[float], second: Sequence[float], floor: float)
 
 
 def add_compare(commands: Any) -> None:
-    """Add the command ``compare``."""
+    """Adds the command ``compare``."""
     compared = commands.add_parser(
         "compare",
         help="is a run of bench group faster than another?",
@@ -122,11 +122,11 @@ def add_compare(commands: Any) -> None:
 
 
 def compare_runs(arguments: argparse.Namespace) -> list[str]:
-    """Print a line per arm. Returns what the caller asked to fail on."""
+    """Prints a line per arm. Returns the verdicts that the caller asked to fail on."""
     first, second = (Record.read(path) for path in (arguments.first, arguments.second))
-    floor, found = compare(first, second, arguments.across_machines)
+    floor, compared = compare(first, second, arguments.across_machines)
     print(f"noise floor {floor:.1%}; ratios of median times, second run over first, with 95 % intervals")
-    for one in found:
+    for one in compared:
         numbers = "" if one.ratio is None else f"{one.ratio:.3f} [{one.low:.3f}, {one.high:.3f}]"
         print(f"{one.verdict:<10} {one.arm:<24} {numbers}".rstrip())
-    return [f"{one.arm}: {one.verdict}" for one in found if one.verdict in arguments.fail_on]
+    return [f"{one.arm}: {one.verdict}" for one in compared if one.verdict in arguments.fail_on]

@@ -1,4 +1,4 @@
-"""torch.compile: of a backbone's blocks, the plain loop beside them, graphs made so far, and what they took."""
+"""torch.compile: compiles a backbone's blocks, runs the plain loop without it, counts graphs and their seconds."""
 
 from __future__ import annotations
 
@@ -12,37 +12,37 @@ from jagg_core.backbones import Backbone
 
 
 def compile_blocks(backbone: Backbone, backend: str | None) -> None:
-    """Let torch compile every block of a backbone in place at its first call; nothing for the backend None.
+    """Lets torch compile every block of a backbone in place at its first call; does nothing for the backend None.
 
     A transformer without a list of ``blocks`` is compiled as a whole. Blocks of a kind share their graphs. Every shape
-    and grad mode has its own: with shapes that are let vary, an arm would run what the arms before it left behind. A
+    and grad mode gets its graph: with dynamic shapes, an arm would run what the arms before it left behind. A
     block that is not one graph, or has too many (torch's ``recompile_limit``), raises when it is called.
     """
     if backend is not None:
         torch.compiler.reset()  # graphs of an earlier run count towards the limit
         for block in getattr(backbone, "blocks", [backbone.transformer]):
-            # not block.compile(), which skips modules that are torch's own, such as nn.Sequential
+            # not block.compile(), which skips torch's modules, such as nn.Sequential
             block.forward = torch.compile(block.forward, backend=backend, fullgraph=True, dynamic=False)
 
 
 def uncompiled(backend: str | None) -> AbstractContextManager[Any]:
-    """Inside, what was compiled runs as it is written: the twin that it is verified against."""
+    """Runs compiled blocks as they are written while inside: the twin that they are verified against."""
     return nullcontext() if backend is None else torch.compiler.set_stance("force_eager")
 
 
 def require_graphs(backend: str | None, before: int) -> None:
-    """Raise RuntimeError if a backend has made no graph since `compiled_graphs` was ``before``."""
+    """Raises RuntimeError if a backend has made no graph since `compiled_graphs` was ``before``."""
     if backend is not None and compiled_graphs() == before:
         raise RuntimeError(f"compile: {backend} made no graph; the policy must call the backbone's blocks as modules")
 
 
 def compiled_graphs() -> int:
-    """Graphs that torch.compile made so far."""
+    """Counts the graphs that torch.compile made so far."""
     dynamo = sys.modules.get("torch._dynamo.utils")  # absent until something is compiled
     return 0 if dynamo is None else int(dynamo.counters["stats"]["unique_graphs"])
 
 
 def compile_seconds() -> float:
-    """Seconds that torch.compile took so far, for forwards and for backwards."""
+    """Returns the seconds that torch.compile took so far, for forwards and for backwards."""
     dynamo = sys.modules.get("torch._dynamo.utils")
     return 0.0 if dynamo is None else float(dynamo.calculate_time_spent()["total_wall_time"])

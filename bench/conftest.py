@@ -14,7 +14,7 @@ from jagg_core.strict_json import plain
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """An option per field of the grid."""
+    """Adds an option per field of the grid."""
     options = parser.getgroup("bench", "cells of bench/cells (values separated by commas)")
     about = described(Grid)
     for field in fields(Grid):
@@ -23,7 +23,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Read the grid before anything is loaded."""
+    """Reads the grid before anything is loaded."""
     given = {field.name: config.getoption(f"--bench-{field.name}") for field in fields(Grid)}
     try:
         grid = read_grid(given)
@@ -42,17 +42,17 @@ class Account:
         self.recorded: set[str] | None = None
 
     def sorted(self) -> dict[str, list[str]]:
-        """Names of cells by ``ok``, ``failed``, ``skipped`` and ``missing``: not run, or run but not recorded."""
-        found: dict[str, list[str]] = {"ok": [], "failed": [], "skipped": [], "missing": []}
+        """Lists cells' names by ``ok``, ``failed``, ``skipped`` and ``missing``: not run, or run but not recorded."""
+        outcomes: dict[str, list[str]] = {"ok": [], "failed": [], "skipped": [], "missing": []}
         for name in self.expected:
             outcome = self.outcomes.get(name, "missing")
             if outcome == "ok" and self.recorded is not None and name not in self.recorded:
                 outcome = "missing"
-            found[outcome].append(name)
-        return found
+            outcomes[outcome].append(name)
+        return outcomes
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Note a cell's outcome; a failure at any stage is one."""
+        """Notes a cell's outcome; a failure at any stage is one."""
         name = _cell_of(report.nodeid)
         if report.failed:
             self.outcomes[name] = "failed"
@@ -62,30 +62,30 @@ class Account:
             self.outcomes.setdefault(name, "ok")
 
     def pytest_benchmark_update_machine_info(self, machine_info: dict[str, Any]) -> None:
-        """Versions, threads and clocks, as every record has them; no name of the machine."""
+        """Stores versions, threads and clocks, as every record does; no name of the machine."""
         machine_info.pop("node", None)
         machine_info.get("cpu", {}).pop("flags", None)
         machine_info.update(plain(environment()))
 
     def pytest_benchmark_update_json(self, output_json: dict[str, Any]) -> None:
-        """Add the account. Parameters, which are whole settings, are in ``extra_info``."""
+        """Adds the account. Parameters, which are whole settings, are in ``extra_info``."""
         for one in output_json["benchmarks"]:
             del one["params"]
         self.recorded = {_cell_of(one["fullname"]) for one in output_json["benchmarks"]}
         output_json["cells"] = self.sorted()
 
     def pytest_terminal_summary(self, terminalreporter: Any, config: pytest.Config) -> None:
-        """Print the account of a timed run."""
+        """Prints the account of a timed run."""
         if config.getoption("benchmark_disable") and not config.getoption("benchmark_enable"):
             return
-        found = self.sorted()
+        outcomes = self.sorted()
         terminalreporter.section("cells")
-        terminalreporter.line(", ".join(f"{len(names)} {status}" for status, names in found.items()))
+        terminalreporter.line(", ".join(f"{len(names)} {status}" for status, names in outcomes.items()))
         for status in ("failed", "skipped", "missing"):
-            for name in found[status]:
+            for name in outcomes[status]:
                 terminalreporter.line(f"{status:<8} {name}")
 
 
 def _cell_of(nodeid: str) -> str:
-    """``bench/cells/test_cells.py::test_cell[NAME]`` to ``NAME``."""
+    """Turns ``bench/cells/test_cells.py::test_cell[NAME]`` into ``NAME``."""
     return nodeid.partition("::test_cell[")[2].removesuffix("]")

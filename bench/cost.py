@@ -219,7 +219,7 @@ class CostStudy:
     """Settings of ``python -m bench cost``.
 
     Attributes:
-        backbone: registered, or your own as module:function; a published configuration is counted without its weights.
+        backbone: registered, or yours as module:function; a published configuration is counted without its weights.
         backbone_options: option=value of its loader, such as height=720 width=720.
         guidance: scale; None is the backbone's usual one, 1 where a recipe trains without.
         ranks: numbers of devices.

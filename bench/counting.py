@@ -19,7 +19,7 @@ AGREEMENT = "agreement"
 
 
 def kind_of(func: Any, args: tuple[Any, ...]) -> tuple[str, int] | None:
-    """Kind of a collective, and bytes that a rank receives (gather) or contributes; None for other operators."""
+    """Returns a collective's kind, and bytes a rank receives (gather) or contributes; None for other operators."""
     if func.namespace != "c10d":
         return None
     kind = next((ours for theirs, ours in KINDS.items() if theirs in func._schema.name), None)
@@ -48,9 +48,9 @@ class Counter(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        found = kind_of(func, args)
-        if found is not None:
-            kind, size = found
+        collective = kind_of(func, args)
+        if collective is not None:
+            kind, size = collective
             self.counts[kind] += 1
             self.bytes[kind] += size
             backward = torch._C._current_graph_task_id()  # as FSDP2 tells it; -1 outside
@@ -73,8 +73,8 @@ class Stopwatch(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        found = kind_of(func, args)
-        if found is None or found[0] == AGREEMENT:
+        collective = kind_of(func, args)
+        if collective is None or collective[0] == AGREEMENT:
             return func(*args, **(kwargs or {}))
         dist.barrier()
         start = timer()
@@ -82,7 +82,7 @@ class Stopwatch(TorchDispatchMode):
         for part in result if isinstance(result, (list, tuple)) else [result]:
             if isinstance(part, torch.ScriptObject):
                 dist.Work.unbox(part).wait()
-        self.seconds[found[0]] += timer() - start
+        self.seconds[collective[0]] += timer() - start
         return result
 
 

@@ -60,21 +60,21 @@ def run_doctor(settings: Doctor, out: Path, progress: Say | None = None) -> Reco
 
 
 def planned(settings: Doctor, out: Path) -> dict[str, Work]:
-    """The cells, most valuable first."""
+    """Lists the cells, most valuable first."""
     large = Large(settings)
-    found: dict[str, Work] = {"machine": lambda left: bandwidths(torch.device(settings.device))}
+    cells: dict[str, Work] = {"machine": lambda left: bandwidths(torch.device(settings.device))}
     for dtype in ("float32", "bfloat16"):
         for name in SHIPPED:
-            found[f"engine/{name}/{dtype}"] = partial(_engine, settings, name, dtype)
-    found["log ratios/photos-flux/bfloat16"] = lambda left: log_ratios(settings)
+            cells[f"engine/{name}/{dtype}"] = partial(_engine, settings, name, dtype)
+    cells["log ratios/photos-flux/bfloat16"] = lambda left: log_ratios(settings)
     for way in WAYS:
-        found[f"update/{way}"] = partial(_update, large, way)
-    found["calibration/digits-flux"] = partial(calibration, settings, out / "calibration")
-    return found
+        cells[f"update/{way}"] = partial(_update, large, way)
+    cells["calibration/digits-flux"] = partial(calibration, settings, out / "calibration")
+    return cells
 
 
 def advice(error: Exception, device: str) -> str:
-    """An error in a sentence that says what to do."""
+    """Turns an error into a sentence that names the next step."""
     text = (str(error).strip() or type(error).__name__).splitlines()[0]
     if isinstance(error, torch.OutOfMemoryError):
         return f"the device has too little memory: give a smaller --batch, fewer --steps or another --model ({text})"
@@ -91,19 +91,19 @@ def advice(error: Exception, device: str) -> str:
 
 
 def bandwidths(device: torch.device) -> dict[str, float]:
-    """GB/s of copies on the device (read and written) and to it, TFLOP/s of matrices in both dtypes: best of five."""
+    """Measures GB/s of copies on the device (read and written) and to it, TFLOP/s in both dtypes: best of five."""
     large = is_accelerator(device)
     count, side = (2**28, 8192) if large else (2**24, 512)
     host, here = torch.ones(count // 4), torch.ones(count // 4, device=device)
     there = torch.empty_like(here)
-    found = {
+    rates = {
         "device_gb_per_s": 2 * count / 1e9 / _best(lambda: there.copy_(here)),
         "to_device_gb_per_s": count / 1e9 / _best(lambda: there.copy_(host)),
     }
     for dtype in ("float32", "bfloat16"):
         matrix = torch.ones(side, side, device=device, dtype=getattr(torch, dtype))
-        found[f"{dtype}_tflop_per_s"] = 2 * side**3 / 1e12 / _best(partial(torch.matmul, matrix, matrix))
-    return found
+        rates[f"{dtype}_tflop_per_s"] = 2 * side**3 / 1e12 / _best(partial(torch.matmul, matrix, matrix))
+    return rates
 
 
 def _best(work: Callable[[], object]) -> float:
@@ -117,14 +117,14 @@ def _best(work: Callable[[], object]) -> float:
 
 
 def _small(settings: Doctor, name: str, device: str, dtype: str, batch: int = 2) -> tuple[Group, Plan]:
-    """A short rollout of a shipped backbone, and a causal plan of it."""
+    """Makes a short rollout of a shipped backbone, and a causal plan for it."""
     small = GroupBench(backbone=name, batch=batch, steps=6, window=5, device=device, dtype=dtype, seed=settings.seed)
     group = _loaded(small)
     return group, causal_plan(group.trajectory.sigmas, [0, 3])
 
 
 def _loaded(settings: GroupBench) -> Group:
-    """All trained steps of a rollout, as a group."""
+    """Loads all trained steps of a rollout, as a group."""
     backbone = load(settings)
     policy, trajectory, advantages = workload(settings, backbone)
     parameters = [p for p in backbone.transformer.parameters() if p.requires_grad]
@@ -143,7 +143,7 @@ def _run(group: Group, plan: Plan, upstream: Any, backward: Any, trajectory: Tra
 
 
 def _engine(settings: Doctor, name: str, dtype: str, left: float) -> dict[str, Any]:
-    """Relative errors: of the gradient to a plain loop on the device, and in fp32 of rollout and gradient to the CPU.
+    """Computes relative errors: gradient to a plain loop on the device; in fp32 rollout and gradient to the CPU's.
 
     Raises:
         ArithmeticError: one is beyond the `TOLERANCE` of the dtype.
@@ -153,27 +153,27 @@ def _engine(settings: Doctor, name: str, dtype: str, left: float) -> dict[str, A
     here = [g.cpu() for g in gradient(group.parameters)]
     loop = plain_gradient(group.policy, group.parameters, group.trajectory, group.upstream, plan)
     limit = TOLERANCE[getattr(torch, dtype)]
-    found: dict[str, Any] = {"limit": limit, "to_plain_loop": verify(gradient(group.parameters), loop, dtype)}
+    errors: dict[str, Any] = {"limit": limit, "to_plain_loop": verify(gradient(group.parameters), loop, dtype)}
     if dtype == "float32":
         twin, plan = _small(settings, name, "cpu", dtype)
         _run(twin, plan, "closed_form", "sequential")
-        found["rollout_to_cpu"] = relative_error([group.trajectory.latents.cpu()], [twin.trajectory.latents])
-        found["gradient_to_cpu"] = relative_error(here, gradient(twin.parameters))
+        errors["rollout_to_cpu"] = relative_error([group.trajectory.latents.cpu()], [twin.trajectory.latents])
+        errors["gradient_to_cpu"] = relative_error(here, gradient(twin.parameters))
         for what in ("rollout_to_cpu", "gradient_to_cpu"):
-            if not found[what] <= limit:
-                raise ArithmeticError(f"{what} differs by {found[what]:.2g} (limit {limit:g})")
-    return found
+            if not errors[what] <= limit:
+                raise ArithmeticError(f"{what} differs by {errors[what]:.2g} (limit {limit:g})")
+    return errors
 
 
 def log_ratios(settings: Doctor) -> dict[str, Any]:
-    """Largest magnitude of log ratios that should be 0, by the samples at a time: kernels depend on a batch's shape."""
+    """Finds the largest log ratio where all should be 0, by samples at a time: kernels depend on a batch's shape."""
     group, _ = _small(settings, "photos-flux", settings.device, "bfloat16", BATCHES[-1])
-    found = {}
+    largest = {}
     for size in BATCHES:
         part = group.trajectory.cut(range(size))
-        found[f"batch_{size}"] = _run(group, exact_plan(part.sigmas), "autograd", "sequential", part).log_ratio_max
+        largest[f"batch_{size}"] = _run(group, exact_plan(part.sigmas), "autograd", "sequential", part).log_ratio_max
     clear(group.parameters)
-    return found
+    return largest
 
 
 class Large:
@@ -193,7 +193,7 @@ class Large:
         return _loaded(self.settings.large)
 
     def way(self, name: str) -> tuple[Plan, str, str]:
-        """Plan and modes."""
+        """Returns a way's plan and modes."""
         sigmas = self.group.trajectory.sigmas
         steps = len(sigmas)
         if name.startswith("exact"):
@@ -205,7 +205,7 @@ class Large:
 
 
 def _update(large: Large, way: str, left: float) -> dict[str, Any]:
-    """Seconds of a second call, peak memory beyond the model, and seconds by the count of forwards and backwards."""
+    """Measures a second call: seconds, peak memory beyond the model, and seconds predicted from the count of calls."""
     group, (plan, upstream, backward) = large.group, large.way(way)
     device = group.trajectory.latents.device
     _run(group, plan, upstream, backward)
@@ -229,7 +229,7 @@ def _update(large: Large, way: str, left: float) -> dict[str, Any]:
 
 
 def calibration(settings: Doctor, out: Path, left: float) -> dict[str, Any]:
-    """A quick calibration by its command, whose folder stays."""
+    """Runs a quick calibration by its command, whose folder stays."""
     command = ["-m", "analysis", "calibrate", "--quick", "--backbone", "digits-flux", "--device", settings.device]
     start = time.monotonic()
     run = subprocess.run(
@@ -241,7 +241,7 @@ def calibration(settings: Doctor, out: Path, left: float) -> dict[str, Any]:
 
 
 def doctor_lines(record: Record) -> list[str]:
-    """What became of every cell."""
+    """Formats a line per cell: its status, name, and values or reason."""
     lines = []
     for cell in record.cells:
         text = ", ".join(f"{k} {v:.3g}" if isinstance(v, float) else f"{k} {v}" for k, v in cell.values.items())

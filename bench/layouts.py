@@ -22,7 +22,7 @@ def lay_out(
     shards: int = 0,
     some_unused: bool = False,
 ) -> int:
-    """Shard every block and the rest of the transformer, or replicate the transformer. The module stays in place.
+    """Shards every block and the rest of the transformer, or replicates the transformer. The module stays in place.
 
     Args:
         blocks: of the transformer.
@@ -33,7 +33,7 @@ def lay_out(
         some_unused: whether some parameters get no gradient, which DistributedDataParallel has to know.
 
     Returns:
-        Units: modules that are gathered and reduced on their own; one under ``"ddp"``.
+        Units: modules that are gathered and reduced separately; one under ``"ddp"``.
     """
     if layout == "ddp":
         from torch.distributed._composable.replicate import replicate
@@ -51,7 +51,7 @@ def lay_out(
 
 
 def _reduce(state: None, bucket: Any) -> torch.futures.Future[torch.Tensor]:
-    """What DistributedDataParallel does with a bucket; its own way needs a result, and the fake group has none."""
+    """Reduces a bucket as DistributedDataParallel does; its default needs a result, and the fake group has none."""
     dist.all_reduce(bucket.buffer())
     done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
     done.set_result(bucket.buffer())
@@ -64,7 +64,7 @@ _reduce.__annotations__ = {"bucket": dist.GradBucket, "return": torch.futures.Fu
 
 @contextmanager
 def without_reduction(transformer: Any) -> Iterator[None]:
-    """Keep the gradients of backwards to this rank. Nothing changes for a transformer that is not laid out."""
+    """Keeps the gradients of backwards to this rank. Nothing changes for a transformer that is not laid out."""
     switch = getattr(transformer, "set_requires_gradient_sync", lambda on: None)
     switch(False)
     try:

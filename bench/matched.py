@@ -65,7 +65,7 @@ def matched(work: PassWork, update: Update, machine: Machine) -> list[dict[str, 
 def _saved(
     work: PassWork, update: Update, machine: Machine, tally: Tally, sampled: int | None = None, stage: bool = False
 ) -> float:
-    """Share of exact's step that is saved; of its update alone for a ``stage``. ``sampled`` steps of the rollout."""
+    """Computes the saved share of exact's step, or of its update (``stage``); the rollout has ``sampled`` steps."""
     steps = update.steps if sampled is None else sampled
     rollout = seconds(Tally(steps, 0, steps, 0), work, machine, 1)
     exact = seconds(update.tally(ARMS["exact"]), work, machine, 1)

@@ -36,9 +36,9 @@ LOADED = "loaded"
 def run_memory_bench(
     settings: GroupBench, arms: Sequence[str] | None = None, timeout: float = 600, progress: Say | None = None
 ) -> Record:
-    """Measure ``arms`` of ``python -m bench group`` (None: all) within ``timeout`` seconds.
+    """Measures ``arms`` of ``python -m bench group`` (None: all) within ``timeout`` seconds.
 
-    ``progress`` is told about every second how many arms are done.
+    ``progress`` is called every second with the number of arms done.
 
     An arm that fails or hangs is recorded as failed; those after it are measured in another process. A cell's
     ``peak_bytes`` is what was needed beyond the loaded model, its rollout and its gradients: activations of the graphs
@@ -65,8 +65,8 @@ def run_memory_bench(
                 run_children(measure, (settings, left, folder), 1, timeout, started, waiting)
             except Exception as error:  # of a child that died, hung or ran out of memory
                 failure = error
-            while left and (found := Path(folder) / f"{left[0]}.json").exists():
-                cells.append(Cell(left.pop(0), samples={"peak_bytes": read_json(found)}))
+            while left and (file := Path(folder) / f"{left[0]}.json").exists():
+                cells.append(Cell(left.pop(0), samples={"peak_bytes": read_json(file)}))
             ended = isinstance(failure, TimeoutError) or not (Path(folder) / LOADED).exists()
             for name in left[: None if ended else 1]:
                 cells.append(Cell(name, "failed", f"{type(failure).__name__}: {str(failure).strip()}"))
@@ -82,7 +82,7 @@ def arm_names() -> list[str]:
 
 
 def measure(number: int, settings: GroupBench, names: Sequence[str], folder: str) -> None:
-    """Measure some arms in this process, and write what was found to ``folder/NAME.json``."""
+    """Measures some arms in this process, and writes each result to ``folder/NAME.json``."""
     group = load_group(settings)
     (Path(folder) / LOADED).touch()
     device = group.trajectory.latents.device
@@ -94,7 +94,7 @@ def measure(number: int, settings: GroupBench, names: Sequence[str], folder: str
 
 
 def _peak_of(run: Callable[[], object], device: torch.device) -> int:
-    """Most bytes that were alive at once during a run, beyond those alive before it."""
+    """Measures the most bytes alive at once during a run, beyond those alive before it."""
     gc.collect()
     held = start_peak(device)
     if held is None:
@@ -134,15 +134,15 @@ class LiveBytes(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        found = func(*args, **(kwargs or {}))
+        output = func(*args, **(kwargs or {}))
         inputs = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
-        for tensor in tree_leaves(found):
+        for tensor in tree_leaves(output):
             if isinstance(tensor, torch.Tensor):
                 self._note(tensor.untyped_storage(), inputs)
-        return found
+        return output
 
     def _note(self, storage: torch.UntypedStorage, inputs: set[int]) -> None:
-        """Count a storage that is new: not of an input (a view, or in place), nor seen before."""
+        """Counts a storage that is new: not of an input (a view, or in place), nor seen before."""
         before, key, size = self.now, storage._cdata, storage.nbytes()
         if key in inputs or key in self._known:
             return

@@ -13,7 +13,7 @@ Settings = GroupBench | CollectiveBench
 Kind = Literal["group", "update", "memory", "collectives"]
 
 CALIBRATION = "results/reference/{}-calibration/calibration-eta0.7.json"
-"""Plans of a backbone whose updates are timed beside exact and the paper's, where this file exists."""
+"""Plans of a backbone whose updates are timed next to exact and the paper's, where this file exists."""
 
 
 @dataclass(frozen=True)
@@ -39,19 +39,19 @@ class Planned:
 
 
 def _cells(backbone: str, batch: int, windows: Sequence[int], rounds: int, **more: Any) -> list[Planned]:
-    """Time and memory of a backbone's groups, with gradient checkpointing and without."""
-    found = []
+    """Lists time and memory of a backbone's groups, with gradient checkpointing and without."""
+    cells = []
     for window in windows:
         for checkpointing in (False, True):
             settings = GroupBench(
                 backbone=backbone, batch=batch, window=window, rounds=rounds, checkpointing=checkpointing, **more
             )
-            found += [Planned("group", settings), Planned("memory", settings)]
-    return found
+            cells += [Planned("group", settings), Planned("memory", settings)]
+    return cells
 
 
 def _update(backbone: str, batch: int, window: int, rounds: int) -> Planned:
-    """Training steps of a small backbone, with its calibrated plans."""
+    """Lists training steps of a small backbone, with its calibrated plans."""
     file = CALIBRATION.format(backbone)
     calibration = file if Path(file).is_file() else ""
     settings = UpdateBench(backbone=backbone, batch=batch, window=window, rounds=rounds, calibration=calibration)
@@ -59,7 +59,7 @@ def _update(backbone: str, batch: int, window: int, rounds: int) -> Planned:
 
 
 def _full_size(backbone: str, options: Sequence[str]) -> dict[str, Any]:
-    """A published model with random weights at 720x720 on a GPU, batch 1, checkpointed."""
+    """Sets up a published model with random weights at 720x720 on a GPU, batch 1, checkpointed."""
     return {
         "backbone": backbone,
         "backbone_options": ("random_weights=true", "height=720", "width=720", *options),
@@ -72,10 +72,10 @@ def _full_size(backbone: str, options: Sequence[str]) -> dict[str, Any]:
 
 
 def _full_size_group(backbone: str, options: Sequence[str]) -> list[Planned]:
-    """Time and memory of a group, W = 5.
+    """Lists time and memory of a group, W = 5.
 
-    In the units of `_full_size_update` the arms of a round are 104 F, twice because phases are of a call of their own,
-    as are those of the warm-up; verifying them is 96 F beside a rollout of 21 F. With 3 rounds that is about 950 F, and
+    In the units of `_full_size_update` the arms of a round are 104 F, twice because phases take a separate call,
+    as are those of the warm-up; verifying them is 96 F, after a rollout of 21 F. With 3 rounds that is about 950 F, and
     the arms of memory, run four times each, 250 F: 45 PFLOP for Flux, 42 for Qwen-Image. Both models, which ``h200``
     has, take 3.6 minutes at 400 TFLOP/s, 6 at 240, and each is loaded twice before.
     """
@@ -84,10 +84,10 @@ def _full_size_group(backbone: str, options: Sequence[str]) -> list[Planned]:
 
 
 def _full_size_update(backbone: str, options: Sequence[str]) -> Planned:
-    """Training steps without decoding (random weights have no decoder), W = 4: too long to go with a group in a preset.
+    """Lists training steps without decoding (random weights have no decoder), W = 4, too long for a preset with groups.
 
     A forward F is 37.3 TFLOP (Flux) or 34.9 (Qwen-Image); a LoRA's checkpointed backward is 2 F, as the weights get no
-    gradients. The ways of a round are 3 x 60 F (exact), 48 F (paper) and 2 x 42 F (closed form), beside a rollout of
+    gradients. The ways of a round are 3 x 60 F (exact), 48 F (paper) and 2 x 42 F (closed form), next to a rollout of
     21 F: 333 F. Verifying them once is 3 x 60 + 3 x 42 + 312 = 618 F. With 3 rounds that is about 1,640 F, 61 PFLOP for
     Flux: 2.5 minutes at 400 TFLOP/s, 5 at 200, and the model is loaded before.
     """

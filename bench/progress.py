@@ -7,14 +7,14 @@ import time
 from collections.abc import Callable
 
 EVERY_S = 10.0
-"""Seconds between two lines on one part; three times as many before one is said again."""
+"""Seconds between two lines on one part; three times as many before the same is printed again."""
 
 Say = Callable[[str], None]
 """Takes a line, or how far something is."""
 
 
 def print_line(line: str) -> None:
-    """Print at once, beside what a command prints as its result."""
+    """Prints to stderr at once, apart from a command's result."""
     print(line, file=sys.stderr, flush=True)
 
 
@@ -35,7 +35,7 @@ class Part:
         return time.monotonic() - self._started
 
     def at(self, where: str) -> None:
-        """Say where it is, unless something was said just now."""
+        """Prints where it is, unless it printed just now."""
         pause = 3 * EVERY_S if where == self._where else EVERY_S
         if self._say is not None and time.monotonic() - self._said >= pause:
             self._said, self._where = time.monotonic(), where

@@ -27,7 +27,7 @@ class GroupBench:
     """Settings of a run.
 
     Attributes:
-        backbone: registered, or your own as module:function.
+        backbone: registered, or yours as module:function.
         backbone_options: option=value of its loader, such as height=512 lora_rank=32.
         window: steps W of the group.
         batch: samples of the rollout.
@@ -82,7 +82,7 @@ class GroupBench:
 
 @dataclass(frozen=True)
 class UpdateBench(GroupBench):
-    """Settings: those of a group, and what a whole training step needs beside.
+    """Settings: those of a group, and what a whole training step needs besides.
 
     Attributes:
         jagg_frac: share of the groups, from the first, that the paper's recipe approximates.
@@ -110,7 +110,7 @@ class UpdateBench(GroupBench):
         routed_groups(1, self.jagg_frac)
         trained = self.steps - 1
         if self.passes and not self.calibration:
-            raise ValueError(f"passes are of calibrated plans: name a calibration as well, got passes {[*self.passes]}")
+            raise ValueError(f"calibration must be given with passes, got passes {[*self.passes]}")
         if len(set(self.passes)) < len(self.passes) or not all(1 <= passes <= trained for passes in self.passes):
             raise ValueError(
                 f"passes must be different numbers from 1 to the {trained} trained steps, got {[*self.passes]}"
@@ -126,18 +126,18 @@ class CollectiveBench:
     """Settings.
 
     Attributes:
-        backbone: registered, or your own as module:function.
+        backbone: registered, or yours as module:function.
         backbone_options: option=value of its loader, such as height=512 lora_rank=32.
         window: steps W of the group.
         batch: samples of the rollout, on every rank.
         rounds: times that every arm is timed, each round in another order.
         ranks: processes on this machine, with gloo on the CPU and NCCL on GPUs; or those that torchrun started.
-        pretend: one process is told that it is one of so many (torch's fake process group): counts are the same,
+        pretend: one process takes itself for one of so many (torch's fake process group): counts are the same,
             values and times mean nothing and are left out.
         checkpointing: recompute activations in the backward.
         layout: of the transformer over ranks; see `Layout`.
         shards: ranks that share a copy of the parameters under "hsdp", half of all by default.
-        device: cpu or cuda, of which a rank takes its own.
+        device: cpu or cuda, one device per rank.
         dtype: the network computes in: float32, bfloat16, float16 or float64.
         seed: of rollout and order of arms.
         timeout: seconds; a rank that is not done then ends the run.
@@ -168,7 +168,7 @@ class CollectiveBench:
         require_at_least(self, window=2, batch=1, rounds=1, ranks=1, timeout=1)
         require_one_of("layout", self.layout, Layout)
         if self.shards is not None and self.layout != "hsdp":
-            raise ValueError(f"shards go with the layout hsdp alone, got layout {self.layout!r}")
+            raise ValueError(f"layout must be hsdp where shards are given, got {self.layout!r}")
         if self.shards is not None and not (self.shards >= 1 and self.ranks % self.shards == 0):
             raise ValueError(f"shards must be a divisor of the {self.ranks} ranks, got {self.shards}")
         if self.layout == "hsdp" and self.shards is None and self.ranks % 2:
@@ -214,7 +214,7 @@ class Doctor:
         if not self.seconds > 0:
             raise ValueError(f"seconds must be positive, got {self.seconds}")
         if self.model_options and not self.model:
-            raise ValueError(f"model_options are of a model: name it as well, got {[*self.model_options]}")
+            raise ValueError(f"model must be given with model_options, got {[*self.model_options]}")
 
     @property
     def model_name(self) -> str:

@@ -1,4 +1,4 @@
-"""Runs of presets: every cell in a process of its own, and what became of it."""
+"""Runs of presets: every cell in a separate process, and its status."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ an update also what the optimizer works on, of collectives a whole gradient of e
 
 
 def run_suite(preset: str, out: Path, timeout: float = 900, progress: Say | None = None) -> Record:
-    """Measure every cell of a preset, and write its record beside ``out/record.json``, which lists them all.
+    """Measures every cell of a preset, and writes its record next to ``out/record.json``, which lists them all.
 
     A cell that is skipped says what it needs; one that fails has its error; both leave the others alone. A run that is
     killed has the records of the cells that were done, and names the others. ``timeout``: seconds that each cell may
@@ -71,7 +71,7 @@ def _measure(planned: Planned, out: Path, timeout: float, progress: Say) -> Cell
     path = out / planned.file
     path.unlink(missing_ok=True)
     try:
-        # what is timed has a process of its own; the other kinds spawn theirs
+        # what is timed gets a separate process here; the other kinds spawn theirs
         if isinstance(planned.settings, CollectiveBench):
             run_collective_bench(replace(planned.settings, timeout=max(1, round(timeout))), progress).write(path)
         elif planned.kind == "memory":
@@ -100,7 +100,7 @@ def _in_a_child(settings: GroupBench, path: Path, timeout: float, progress: Say)
 
 
 def _child(number: int, settings: GroupBench, path: str, note: str) -> None:
-    """Time, write the record to the file ``path``, and meanwhile how far it is to the file ``note``."""
+    """Times, writes the record to the file ``path``, and meanwhile how far it is to the file ``note``."""
 
     def progress(where: str) -> None:
         write_atomically(Path(note), where.encode())
@@ -113,7 +113,7 @@ def _child(number: int, settings: GroupBench, path: str, note: str) -> None:
 
 
 def why_not(planned: Planned) -> str | None:
-    """Why a cell cannot be measured here: no such device, no such library, or too little memory; None if it can."""
+    """Returns why a cell cannot be measured here: no such device or library, or too little memory; None if it can."""
     settings = planned.settings
     try:
         require_device(settings.device)
@@ -129,7 +129,7 @@ def why_not(planned: Planned) -> str | None:
 
 
 def _missing_libraries(settings: Settings) -> list[str]:
-    """What a backbone of ours is built from, as far as it is not installed."""
+    """Lists the libraries that a registered backbone needs and that are not installed."""
     wanted = ["diffusers"] if settings.backbone in TRAINED or is_published(settings.backbone) else []
     if is_published(settings.backbone):
         wanted.append("transformers")
@@ -143,7 +143,7 @@ def _is_lora(settings: Settings) -> bool:
 
 
 def needed_bytes(planned: Planned) -> float:
-    """Least memory of a cell: copies of the parameters, without activations. A LoRA's gradients count as none."""
+    """Computes the least memory of a cell: copies of the parameters, without activations or a LoRA's gradients."""
     settings = planned.settings
     parameters = next((e.parameters for e in list_backbones() if e.name == settings.backbone), 0)
     copies = 1 if _is_lora(settings) else COPIES[planned.kind]

@@ -26,12 +26,12 @@ class PassWork:
 
 
 def count_work(backbone: str, options: dict[str, object], guidance: float | None = None) -> PassWork:
-    """Count one sample's pass through a backbone, without memory for it: a published one by its configuration alone.
+    """Counts one sample's pass through a backbone, without memory for it: a published one by its configuration alone.
 
     ``guidance``: see `jagg_core.backbones.Backbone.policy`; at 1 a model makes one call per velocity.
 
     Raises:
-        ValueError: an option that the backbone has not, or a backbone of your own that the meta device cannot hold.
+        ValueError: an option that the backbone has not, or a backbone of yours that the meta device cannot hold.
     """
     unread = {"random_weights": True} if is_published(backbone) else {}
     try:
@@ -42,7 +42,7 @@ def count_work(backbone: str, options: dict[str, object], guidance: float | None
 
 
 def is_published(backbone: str) -> bool:
-    """Whether a backbone's weights are on the hub, so that it is built by its configuration without them."""
+    """Returns whether a backbone's weights are on the hub, so that it is built by its configuration without them."""
     return any(entry.name == backbone and entry.hub_id is not None for entry in list_backbones())
 
 

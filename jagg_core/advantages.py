@@ -116,7 +116,7 @@ def advantage_slopes(
     members = by[scale]
     if (members.bincount() == 2).any():
         # of two rewards the scaled advantage is only a sign: its derivative is 0, and a jump where they are equal
-        raise ValueError("scale: pathwise gradients need at least 3 samples per standard deviation, got 2")
+        raise ValueError("scale must have at least 3 samples per standard deviation for pathwise gradients, got 2")
     deviation, spread, freedom = _statistics(values, members, std)
     signal = spread > DEGENERATE_STD * _group_max(values.abs(), members)
     safe = torch.where(signal, spread, 1.0)

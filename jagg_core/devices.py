@@ -18,13 +18,13 @@ def is_accelerator(device: torch.device) -> bool:
 
 
 def accelerator_names() -> list[str]:
-    """Names of this machine's accelerators, each with its number, such as ``cuda:0``; empty without one."""
-    found = torch.accelerator.current_accelerator()
-    return [] if found is None else [f"{found.type}:{i}" for i in range(torch.accelerator.device_count())]
+    """Lists this machine's accelerators, each with its number, such as ``cuda:0``; empty without one."""
+    current = torch.accelerator.current_accelerator()
+    return [] if current is None else [f"{current.type}:{i}" for i in range(torch.accelerator.device_count())]
 
 
 def accelerators_like(device: torch.device) -> int:
-    """Number of accelerators of a device's kind on this machine."""
+    """Counts the accelerators of a device's kind on this machine."""
     count = _asked(device, "device_count")
     return 0 if count is None else int(count)
 
@@ -59,13 +59,13 @@ def fork_rng(device: torch.device) -> AbstractContextManager[None]:
 
 
 def device_name(device: torch.device) -> str | None:
-    """An accelerator's name as its maker gives it."""
-    found = _asked(device, "get_device_name", device)
-    return None if found is None else str(found)
+    """Returns an accelerator's name as its maker gives it."""
+    name = _asked(device, "get_device_name", device)
+    return None if name is None else str(name)
 
 
 def total_memory(device: torch.device) -> int | None:
-    """Bytes that a device has."""
+    """Returns the bytes that a device has."""
     if not is_accelerator(device):
         return int(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
     properties = _asked(device, "get_device_properties", device)
@@ -77,7 +77,7 @@ def total_memory(device: torch.device) -> int | None:
 
 
 def free_memory(device: torch.device) -> int | None:
-    """Bytes that can still be allocated on a device."""
+    """Returns the bytes that can still be allocated on a device."""
     if is_accelerator(device):
         both = _asked(device, "mem_get_info", device)
         return None if both is None else int(both[0])
@@ -89,7 +89,7 @@ def free_memory(device: torch.device) -> int | None:
 
 
 def counts_memory(device: torch.device) -> bool:
-    """Whether the allocator of a device tells the peak of what it gave."""
+    """Returns whether a device's allocator reports the peak of its memory."""
     wanted = ("memory_allocated", "max_memory_allocated", "reset_peak_memory_stats")
     return is_accelerator(device) and all(hasattr(torch.get_device_module(device), name) for name in wanted)
 
@@ -106,7 +106,7 @@ def start_peak(device: torch.device) -> int | None:
 
 
 def peak_memory(device: torch.device) -> int | None:
-    """Most bytes allocated since `start_peak`; None where `counts_memory` is false."""
+    """Returns the most bytes allocated since `start_peak`; None where `counts_memory` is false."""
     if not counts_memory(device):
         return None
     synchronize(device)
@@ -114,7 +114,7 @@ def peak_memory(device: torch.device) -> int | None:
 
 
 def clock_mhz(device: torch.device) -> float | None:
-    """Clock of the multiprocessors, which CUDA alone tells, by the driver's library."""
+    """Returns the clock of the multiprocessors, which CUDA alone reports, from the driver's library."""
     try:
         return float(torch.cuda.clock_rate(device)) if device.type == "cuda" else None
     except Exception:  # the library's exceptions cannot be named without it
@@ -122,7 +122,7 @@ def clock_mhz(device: torch.device) -> float | None:
 
 
 def backend_for(device: torch.device) -> str:
-    """Library of collectives for a device: NCCL on CUDA, gloo on the CPU.
+    """Returns the library of collectives for a device: NCCL on CUDA, gloo on the CPU.
 
     Raises:
         ValueError: torch knows none for this kind of device.
@@ -136,7 +136,7 @@ def backend_for(device: torch.device) -> str:
 
 
 def _asked(device: torch.device, name: str, *arguments: Any) -> Any:
-    """What a function of the device's module returns; None without the module, or the function, or an answer."""
+    """Calls a function of the device's module; returns None without the module, or the function, or an answer."""
     module: Any = getattr(torch, device.type, None)
     if not hasattr(module, name):
         return None

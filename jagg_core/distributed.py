@@ -165,9 +165,7 @@ def require_device_each(device: str, here: int) -> None:
     if not is_accelerator(made):
         return
     if made.index is not None:
-        raise ValueError(
-            f"device must be {made.type} or cpu on several ranks, of which each takes its own, got {device!r}"
-        )
+        raise ValueError(f"device must be {made.type} or cpu on several ranks, one each, got {device!r}")
     backend_for(made)
     if here > (there := accelerators_like(made)):
         raise ValueError(f"ranks of this machine must be at most its {there} GPUs with device {device!r}, got {here}")

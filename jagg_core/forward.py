@@ -45,8 +45,9 @@ def forward_states(
 ) -> Trajectory:
     """Mixes fresh noise into final samples ``[B, *D]``, at ``states`` noise levels per sample.
 
-    Levels are stratified: one uniform draw in each of ``states`` equal parts of (0, 1), then the time shift. Each has
-    noise of its own. The result takes given upstream gradients alone: it has no transition probabilities.
+    Levels are stratified: one uniform draw in each of ``states`` equal parts of (0, 1), then the time shift. The noise
+    of every level is drawn separately. The result takes given upstream gradients alone, as it has no transition
+    probabilities.
 
     Args:
         policy: gives the signature and the version of the weights.
@@ -160,5 +161,5 @@ def nft_upstream(
 
 
 def _weight(error: Tensor) -> Tensor:
-    """Mean absolute error per sample, as a factor of ``[B, *D]``."""
+    """Computes the mean absolute error per sample, as a factor of ``[B, *D]``."""
     return expand(error.flatten(1).abs().mean(1).clamp_min(LEAST_WEIGHT), error)

@@ -59,6 +59,6 @@ def require_shared(folder: Path, device: torch.device) -> None:
             name = [Path(file.name).name]
         dist.broadcast_object_list(name, device=device)
         seen = (folder / name[0]).exists()
-        told = texts_of_ranks("" if seen else str(folder.absolute()), device)
-    if told:
-        raise ValueError(f"out must be a folder that all ranks share, got one that some do not see: {told}")
+        unseen = texts_of_ranks("" if seen else str(folder.absolute()), device)
+    if unseen:
+        raise ValueError(f"out must be a folder that all ranks share, got one that some do not see: {unseen}")

@@ -42,7 +42,7 @@ def require_options(kind: str, name: str, load: Callable[..., object], options: 
         if option not in allowed:
             near = difflib.get_close_matches(option, allowed, n=1)
             hint = f"; did you mean {near[0]!r}?" if near else ""
-            raise ValueError(f"{kind} {name!r} has the options {allowed}, got {option!r}{hint}")
+            raise ValueError(f"{kind} {name!r} must have options among {allowed}, got {option!r}{hint}")
 
 
 def _converted(option: str, text: str, wanted: object) -> object:

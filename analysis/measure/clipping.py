@@ -48,7 +48,7 @@ def cosine(a: Tensor, b: Tensor) -> float:
 def measure(
     backbone: Backbone, batch: Batch, knots: list[int], clip_range: float, rate: float
 ) -> Iterator[dict[str, float]]:
-    """Figures after no, one and two optimizer steps on one rollout; the weights are put back."""
+    """Measures after no, one and two optimizer steps on one rollout; the weights are put back."""
     sigmas = batch.trajectory.sigmas
     exact, plan = exact_plan(sigmas), causal_plan(sigmas, knots)
     before = copy.deepcopy(backbone.transformer.state_dict())

@@ -88,7 +88,7 @@ class CrossTable:
 
 
 def reachable_pairs(steps: int, past: int | None = None, future: int | None = None) -> tuple[tuple[int, int], ...]:
-    """Pairs (knot i, step j) with the knot at most ``past`` steps before and ``future`` steps after the step."""
+    """Lists pairs (knot i, step j) with the knot at most ``past`` steps before and ``future`` steps after the step."""
     before, after = (steps if limit is None else limit for limit in (past, future))
     return tuple((i, j) for i in range(steps) for j in range(steps) if -after <= j - i <= before)
 

@@ -55,7 +55,7 @@ def trained_parameters(policy: VelocityPolicy) -> list[Tensor]:
     """
     trained = [p for p in getattr(policy, "parameters", list)() if p.requires_grad]
     if not trained:
-        raise ValueError("policy: needs parameters() with at least one that requires gradients, got none")
+        raise ValueError("policy must have parameters() of which one requires gradients, got none")
     return trained
 
 
@@ -182,7 +182,7 @@ def differentiate(
         upstream = [passes[n].upstream.to(velocity.dtype) for n in members]
 
         def keep(some: slice, gradients: Gradients) -> None:
-            """Rows may lie apart; where they do not, they are written in place."""
+            """Writes rows in place where they lie together; elsewhere copies them."""
             where = members[some]
             if where == list(range(where[0], where[-1] + 1)):
                 space.encode(gradients, rows[where[0] : where[-1] + 1])

@@ -19,7 +19,7 @@ Knots = dict[str, dict[int, tuple[int, ...]]]
 
 
 def searched() -> dict[str, MakePlan]:
-    """Constructors whose knots are searched, by name. The first knot is always 0: causal plans then have no lead-in."""
+    """Returns the constructors whose knots are searched, by name. The first knot is always 0: nothing precedes it."""
     return {estimator.name: estimator.build for estimator in estimators(searched=True)}
 
 
@@ -34,7 +34,7 @@ class KnotSearch:
 
     def __init__(self, tables: Sequence[CrossTable], sigmas: Tensor, make: MakePlan) -> None:
         if not tables:
-            raise ValueError("tables: at least one is needed to search knots, got none")
+            raise ValueError("tables must not be empty to search knots, got none")
         self.tables = tables
         self.sigmas = sigmas
         self.make = make

@@ -100,7 +100,7 @@ def _no_gradient(reward: Reward, backbone: Backbone) -> str:
 
 
 def slopes_of(batch: Batch, samples: int, objective: ClippedSurrogate, **advantage: Any) -> Tensor:
-    """Derivatives of the advantages in the samples' rewards, ``[B]``; 0 where the loss clips the advantage."""
+    """Computes derivatives of the advantages in the samples' rewards, ``[B]``; 0 where the loss clips the advantage."""
     groups = torch.arange(len(batch.rewards), device=batch.rewards.device) // samples
     slopes = advantage_slopes(batch.rewards, groups, **advantage)
     advantages = group_advantages(batch.rewards, groups, **advantage)

@@ -57,7 +57,7 @@ def run(settings: Reproduce, out: Path) -> Record:
 
 
 def _shipped_plans(job: Job, eta: float) -> list[NamedPlan]:
-    """Plans of the calibration that comes with the project; what it recommends goes into the record."""
+    """Reads the plans of the calibration that comes with the project; what it recommends goes into the record."""
     plans: list[NamedPlan] = []
     cells: list[Cell] = []
     with recorded(cells, f"eta={eta:g}/shipped", eta=eta) as cell:

@@ -39,7 +39,7 @@ def similarity_from_products(estimate: float, exact: float, cross: float, differ
 
 
 def exact_vector(table: CrossTable, steps: Sequence[int] | None = None) -> np.ndarray:
-    """Coefficients of the exact gradient of ``steps`` (all by default) over the rows of the table."""
+    """Computes coefficients of the exact gradient of ``steps`` (all by default) over the rows of the table."""
     vector = np.zeros(len(table.gram))
     vector[: len(table.pairs)] = [i == j and (steps is None or j in steps) for i, j in table.pairs]
     return vector

@@ -20,7 +20,7 @@ class Grid:
     """Values to combine; the defaults are a smoke run.
 
     Attributes:
-        backbone: registered, or your own as module:function.
+        backbone: registered, or yours as module:function.
         window: steps W of the group.
         batch: samples of the rollout.
         dtype: the network computes in.
@@ -58,7 +58,7 @@ class Grid:
         self.settings()
 
     def settings(self) -> list[GroupBench]:
-        """Groups to load, in order."""
+        """Lists the groups to load, in order."""
         names = ("backbone", "device", "dtype", "checkpointing", "compile", "window", "batch")
         shared: dict[str, Any] = {"rounds": self.rounds, "warmup": self.warmup}
         combined: list[dict[str, Any]] = [
@@ -70,7 +70,7 @@ class Grid:
         return [GroupBench(**one, **shared) for one in combined]
 
     def cells(self) -> list[GridCell]:
-        """All of them, group by group."""
+        """Lists all cells, group by group."""
         return [
             GridCell(settings, arm, phase)
             for settings in self.settings()
@@ -102,12 +102,12 @@ GRID = pytest.StashKey[Grid]()
 
 
 def read_grid(given: dict[str, str | None]) -> Grid:
-    """A grid from text: values are separated by commas, None is the default.
+    """Reads a grid from text: values are separated by commas, None is the default.
 
     Raises:
         ValueError: a value of another type, or as `Grid`.
     """
-    found: dict[str, Any] = {}
+    chosen: dict[str, Any] = {}
     types = get_type_hints(Grid)
     for field in fields(Grid):
         text = given.get(field.name)
@@ -119,6 +119,6 @@ def read_grid(given: dict[str, str | None]) -> Grid:
         except ValueError as error:
             raise ValueError(f"{field.name} must be of type {kind.__name__}, got {text!r}") from error
         if not isinstance(field.default, tuple) and len(values) != 1:
-            raise ValueError(f"{field.name} takes one value, got {text!r}")
-        found[field.name] = values if isinstance(field.default, tuple) else values[0]
-    return Grid(**found)
+            raise ValueError(f"{field.name} must be one value, got {text!r}")
+        chosen[field.name] = values if isinstance(field.default, tuple) else values[0]
+    return Grid(**chosen)

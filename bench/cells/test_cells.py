@@ -35,7 +35,7 @@ from jagg_core.strict_json import plain
 pytestmark = [
     # half precision has another rounding in another batch shape; that is not what is timed
     pytest.mark.filterwarnings("ignore::jagg_core.RatioNoise"),
-    # torch's own: the tracer of torch.compile looks whether inputs have gradients
+    # the tracer of torch.compile looks whether inputs have gradients
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),
 ]
 
@@ -44,17 +44,17 @@ SPENT = dict.fromkeys(PHASES, 0.0)
 
 
 def forward_clock() -> float:
-    """Seconds spent in forwards."""
+    """Returns seconds spent in forwards."""
     return SPENT["forward"]
 
 
 def upstream_clock() -> float:
-    """Seconds spent on upstream gradients and their sums."""
+    """Returns seconds spent on upstream gradients and their sums."""
     return SPENT["upstream"]
 
 
 def backward_clock() -> float:
-    """Seconds spent in backwards."""
+    """Returns seconds spent in backwards."""
     return SPENT["backward"]
 
 
@@ -86,7 +86,7 @@ class Loaded:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """A test per cell of the grid."""
+    """Makes a test per cell of the grid."""
     grid = metafunc.config.stash[GRID]
     cells = [
         pytest.param(
@@ -103,7 +103,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.fixture(scope="module")
 def loaded(request: pytest.FixtureRequest) -> Loaded:
-    """The group of some settings, loaded once for all of its cells."""
+    """Loads the group of some settings once for all of its cells."""
     reason = why_not(Planned("group", request.param))
     if reason is not None:
         pytest.skip(reason)
@@ -111,7 +111,7 @@ def loaded(request: pytest.FixtureRequest) -> Loaded:
 
 
 def test_cell(loaded: Loaded, arm: str, phase: str, benchmark: Any) -> None:
-    """Verify, then time."""
+    """Verifies, then times."""
     one, group, settings = loaded.runs[arm], loaded.group, loaded.settings
     clear(group.parameters)
     before = compile_seconds()

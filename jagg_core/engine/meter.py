@@ -50,7 +50,7 @@ class Fidelity:
 
 
 class Meter:
-    """Audits one micro-batch in some optimizer steps, and keeps what the last audits said.
+    """Audits one micro-batch in some optimizer steps, and keeps the results of the last audits.
 
     An audit needs ``.grad`` to begin at zero, so it takes the first micro-batch after the gradients were cleared. It is
     due once in every ``every`` of these, at a place that is drawn. All ranks draw alike.
@@ -58,7 +58,7 @@ class Meter:
     Args:
         parameters: whose ``.grad`` the update fills: the policy's trained ones, or their fp32 masters.
         every: optimizer steps for one audit.
-        seed: of the draws, which use no generator but their own.
+        seed: of the draws, which use a separate generator.
         below: warns, once per fall, when the whole interval lies below this cosine. 0: never.
         keep: newest audits that count.
 
@@ -171,7 +171,7 @@ class Meter:
         if low and not self._warned:
             warnings.warn(
                 f"the cosine to the exact gradient is {now.cosine:.3f} [{now.low:.3f}, {now.high:.3f}] over "
-                f"{now.audits} audits, below {self.below:g}: take more knots, or search them anew",
+                f"{now.audits} audits, below {self.below:g}: take more knots, or search them again",
                 LowFidelity,
                 stacklevel=2,
             )
@@ -185,9 +185,9 @@ def require_auditable(plan: Plan) -> None:
         ValueError: the plan looks ahead, or leaves out a step.
     """
     if plan.anticipating:
-        raise ValueError(f"an audit needs a plan that does not look ahead, got {plan.name!r}")
+        raise ValueError(f"an audit's plan must be one that does not look ahead, got {plan.name!r}")
     if not plan.used.any(0).all():
-        raise ValueError(f"an audit needs a plan that uses every step, got {plan.name!r}")
+        raise ValueError(f"an audit's plan must be one that uses every step, got {plan.name!r}")
 
 
 def step_chances(plan: Plan, sizes: Tensor) -> Tensor:

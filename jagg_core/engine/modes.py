@@ -120,6 +120,6 @@ def _require_interpolating(plan: Plan) -> None:
     sums = plan.weights.sum(-2)
     if not torch.allclose(sums, torch.ones_like(sums)):
         raise ValueError(
-            f"upstream='interpolated' needs a plan whose weights sum to 1 for every step, got {sums.min():g} to "
-            f"{sums.max():g} in plan {plan.name!r}"
+            "upstream='interpolated' must have a plan whose weights sum to 1 for every step, got "
+            f"{sums.min():g} to {sums.max():g} in plan {plan.name!r}"
         )

@@ -122,8 +122,8 @@ class Passes:
             raise ValueError("policy: the velocity has no graph; do its parameters require gradients?")
         if self._joint and len(velocities) > 1 and ranks() > 1 and any(map(has_reentrant_checkpointing, velocities)):
             raise ValueError(
-                "backward='joint' on several ranks needs checkpointing with use_reentrant=False, got reentrant: each "
-                "of its inner backward calls may reduce gradients too early; or use backward='sequential' or 'batched'"
+                "checkpointing must have use_reentrant=False for backward='joint' on several ranks, got reentrant: "
+                "each inner backward call may reduce gradients too early; or use backward='sequential' or 'batched'"
             )
         if self._plan.knot_sigmas is not None and not all(torch.isfinite(v).all() for v in velocities):
             self.not_finite("the velocity is not finite at one of the shifted knots")

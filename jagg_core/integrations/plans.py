@@ -13,7 +13,7 @@ Estimator = Literal["causal", "jagg", "exact"]
 
 
 def window_plan(sigmas: Tensor, window: int, estimator: Estimator = "causal") -> Plan:
-    """Groups of ``window`` steps; the steps left over by the last whole group are exact, all of them if there is none.
+    """Groups ``window`` steps each; the steps left over by the last whole group are exact, all if there is none.
 
     ``"causal"`` makes one pass per group, at its first step. ``"jagg"`` makes two, at its ends: a window of 2 is exact.
     The groups follow from the number of steps alone: every rank makes equally many passes.

@@ -162,7 +162,7 @@ def host_trajectory(
             f"{list(latents.shape)}, {list(next_latents.shape)} and {list(log_probs.shape)}"
         )
     if 0 in log_probs.shape:
-        raise ValueError(f"at least one sample and one step are needed, got log_probs {list(log_probs.shape)}")
+        raise ValueError(f"log_probs must hold at least one sample and one step, got {list(log_probs.shape)}")
     kept = {name: x for name, x in (("velocity", velocity), ("mean", mean), ("noise", noise)) if x is not None}
     for name, given in kept.items():
         if given.shape != latents.shape:

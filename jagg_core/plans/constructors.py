@@ -159,7 +159,7 @@ def spline_plan(sigmas: Tensor, knots: Sequence[int], outside: Outside = "consta
     check_knots(knots, steps)
     require_one_of("outside", outside, Outside)
     if outside == "linear" and len(knots) < 2:
-        raise ValueError(f"outside='linear' needs at least two knots, got {knots}")
+        raise ValueError(f"knots must be at least two for outside='linear', got {knots}")
     matrix = _matrix(sigmas)
     for step in range(steps):
         inside = knots[0] <= step <= knots[-1]

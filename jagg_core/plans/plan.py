@@ -158,7 +158,7 @@ def whole_knots(knots: Sequence[int]) -> list[int]:
 def check_knots(knots: Sequence[int], steps: int) -> None:
     """Raises ValueError unless ``knots`` is a non-empty increasing list within ``0 .. steps - 1``."""
     if len(knots) == 0:
-        raise ValueError("knots: at least one is needed, got none")
+        raise ValueError("knots must not be empty, got none")
     if min(knots) < 0 or max(knots) >= steps:
         raise ValueError(f"knots must lie in 0..{steps - 1}, got {list(knots)}")
     if any(b <= a for a, b in pairwise(knots)):

@@ -62,7 +62,9 @@ class Estimator:
         if self.kind == "knots" and not self.knots_of:
             object.__setattr__(self, "knots_of", self.name)
         if self.kind != "knots" and self.knots_of:
-            raise ValueError(f"knots_of is for estimators of kind knots, got {self.knots_of!r} for kind {self.kind!r}")
+            raise ValueError(
+                f"knots_of must be empty but for estimators of kind knots, got {self.knots_of!r} for kind {self.kind!r}"
+            )
         if self.recommended and self.looks_ahead:
             raise ValueError(f"recommended must be False for an estimator that looks ahead, got True for {self.name!r}")
 

@@ -144,7 +144,7 @@ def test_no_plan_stands_in_a_table_twice(windows: tuple[int, ...]) -> None:
     assert grouped_name(20, "jagg", 20, 0.6) == grouped_name(20, "jagg", 20, 1.0) == "jagg-w20-f1"
 
 
-def test_random_steps_are_drawn_anew_for_every_batch() -> None:
+def test_random_steps_are_drawn_for_every_batch() -> None:
     estimator = subsampled(SIGMAS, 5, 0)
     drawn = [tuple(plan.knots for plan in estimator.plans_of(batch)) for batch in (0, 1, 1)]
     assert drawn[0] == tuple(plan.knots for plan in estimator.plans)

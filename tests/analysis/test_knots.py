@@ -107,5 +107,5 @@ def test_a_table_without_gradient_scores_nothing() -> None:
 
 
 def test_no_tables_are_refused() -> None:
-    with pytest.raises(ValueError, match="tables: at least one is needed to search knots, got none"):
+    with pytest.raises(ValueError, match="tables must not be empty to search knots, got none"):
         KnotSearch([], torch.tensor([1.0, 0.5]), causal_plan)

@@ -133,7 +133,7 @@ def test_values_are_separated_by_commas() -> None:
     [
         ({"window": "five"}, "window must be of type int, got 'five'"),
         ({"window": "1"}, "window must be at least 2, got 1"),
-        ({"rounds": "5,6"}, "rounds takes one value, got '5,6'"),
+        ({"rounds": "5,6"}, "rounds must be one value, got '5,6'"),
         ({"phase": "total,sideways"}, r"phase must be of \['total', 'forward', .*got 'sideways'"),
         ({"arm": "papr-joint"}, "arm must be of .*got 'papr-joint'"),
         ({"checkpointing": "maybe"}, r"checkpointing must be of \['off', 'on'\], got 'maybe'"),

@@ -19,8 +19,8 @@ from bench.arms import arms_of
 from bench.collective_ranks import measure, work
 from bench.collectives import record_of, settings_of
 from bench.counting import Counter
-from bench.findings import findings
 from bench.layouts import lay_out, without_reduction
+from bench.lines import count_sentences
 from bench.settings import CollectiveBench
 from jagg_core.records import Cell, Record
 from tests.bench.wide import Deep
@@ -195,7 +195,7 @@ def test_the_reference_of_a_shipped_backbone_has_the_same_counts() -> None:
     assert record.cell("sharding").values["units"] == 7  # six blocks, and the rest
     assert {arm: per_unit(record, arm) for arm in EXPECTED} == EXPECTED
     assert all(cell.values["relative_error"] < 1e-5 for cell in record.cells[1:])
-    assert record.cell("sharding").values["findings"] == findings(record)
+    assert record.cell("sharding").values["findings"] == count_sentences(record)
 
 
 @pytest.mark.parametrize(
@@ -301,7 +301,7 @@ def test_findings_say_what_is_counted(command: Record, by_layout: dict[str, Reco
     assert any(
         f"{UNITS} reductions of gradients instead of {3 * UNITS}, all-gathers: as many" in line for line in lines
     )
-    assert "no arm gathers parameters: every rank has all of them" in findings(by_layout["ddp"])
+    assert "no arm gathers parameters: every rank has all of them" in count_sentences(by_layout["ddp"])
 
 
 def test_findings_follow_the_counts() -> None:
@@ -313,7 +313,7 @@ def test_findings_follow_the_counts() -> None:
         Cell("paper-joint", settings={"deferred": False}, values=values),
         Cell("exact", "failed", "ranks made different numbers of collectives", values=values),
     ]
-    assert findings(Record("collectives", [], "x", {"window": 5}, {}, cells=cells)) == [
+    assert count_sentences(Record("collectives", [], "x", {"window": 5}, {}, cells=cells)) == [
         "paper-joint: 2 all-gathers per unit with W = 5, 1 in forwards and 1 in 1 backward call: "
         "one all-gather per module and direction holds",
         "reduce-scatters per unit: paper-joint 1",
@@ -374,7 +374,7 @@ def test_ranks_that_share_a_copy() -> None:
         (["--dtype", "int8"], "dtype must be one of"),
         (["--backbone", "digit-flux"], "did you mean 'digits-flux'"),
         (["--layout", "zero"], "invalid choice: 'zero'"),
-        (["--shards", "2"], "shards go with the layout hsdp alone, got layout 'fsdp'"),
+        (["--shards", "2"], "layout must be hsdp where shards are given, got 'fsdp'"),
         (["--layout", "hsdp", "--ranks", "3"], "ranks must be even under hsdp unless shards are given, got 3"),
         (["--layout", "hsdp", "--ranks", "4", "--shards", "3"], "shards must be a divisor of the 4 ranks, got 3"),
     ],

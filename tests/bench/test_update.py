@@ -57,7 +57,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert all(cell.values["compile_s"] >= 0 for cell in record.cells)
     assert record.cell("reward").settings == {"reward": "ink"}
     printed = capsys.readouterr().out
-    assert all(word in printed for word in ("backward", "update", "whole step", "beside the update: rollout"))
+    assert all(word in printed for word in ("backward", "update", "whole step", "besides the update: rollout"))
 
 
 def timed(passes: int, seconds: float) -> dict[str, object]:
@@ -157,7 +157,7 @@ def test_a_calibration_of_another_backbone_is_refused(tmp_path: Path) -> None:
             ["--calibration", str(CALIBRATION), "--passes", "5", "5"],
             "different numbers from 1 to the 20 trained",
         ),
-        (["--passes", "8"], "name a calibration as well, got passes [8]"),
+        (["--passes", "8"], "calibration must be given with passes, got passes [8]"),
         (["--calibration", "nowhere.json"], "nowhere.json"),
         (["--jagg-frac", "2"], "jagg_frac must be between 0 and 1, got 2"),
         (["--window", "21"], "window must be at most the 20 trained steps, got 21"),

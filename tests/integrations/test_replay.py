@@ -113,7 +113,7 @@ def test_rows_in_any_order_are_sorted_from_high_noise_to_low() -> None:
 def test_nothing_stored_is_refused(cut: tuple[slice, slice]) -> None:
     host = stored(make_rollout(MlpField()))
     host |= {name: host[name][cut] for name in ("latents", "next_latents", "log_probs")}
-    with pytest.raises(ValueError, match="at least one sample and one step are needed, got log_probs"):
+    with pytest.raises(ValueError, match="log_probs must hold at least one sample and one step, got"):
         host_trajectory(**host)
 
 

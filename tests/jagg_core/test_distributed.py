@@ -198,7 +198,7 @@ def test_ranks_need_a_gpu_each(monkeypatch: pytest.MonkeyPatch) -> None:
     require_device_each("cpu", 64)
     with pytest.raises(ValueError, match="at most its 2 GPUs with device 'cuda', got 3"):
         require_device_each("cuda", 3)
-    with pytest.raises(ValueError, match="of which each takes its own, got 'cuda:1'"):
+    with pytest.raises(ValueError, match="one each, got 'cuda:1'"):
         require_device_each("cuda:1", 2)
 
 

@@ -9,6 +9,7 @@ import pytest
 
 EXAMPLES = [
     ("jagg_core.engine.update", "accumulate_gradients"),
+    ("jagg_core.forward", "forward_states"),
     ("jagg_core.pathwise", "adjoint_sweep"),
     ("jagg_core.plans.constructors", "causal_plan"),
     ("jagg_core.plans.constructors", "jagg_plan"),

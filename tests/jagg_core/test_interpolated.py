@@ -63,7 +63,7 @@ def make_before(trajectory: Trajectory) -> list[torch.Tensor]:
         return [policy.velocity(trajectory.latents[j], trajectory.network_sigma(j), trajectory.rows) for j in range(6)]
 
 
-def test_causal_plans_need_no_forward_beside_their_knots() -> None:
+def test_causal_plans_need_no_forward_but_at_their_knots() -> None:
     policy, trajectory = moved()
     plan = causal_plan(trajectory.sigmas, [0, 2, 3])
     for backward in ("joint", "batched", "sequential"):

@@ -363,13 +363,13 @@ def test_per_row_weights_are_each_rows_own(name: str) -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: causal_plan(SIGMAS, []), "knots: at least one is needed, got none"),
+        (lambda: causal_plan(SIGMAS, []), "knots must not be empty, got none"),
         (lambda: spline_plan(SIGMAS, []), "knots: at least one is needed"),
         (lambda: causal_plan(SIGMAS, [0, 20]), r"knots must lie in 0..19, got \[0, 20\]"),
         (lambda: spline_plan(SIGMAS, [-1, 4]), r"knots must lie in 0..19, got \[-1, 4\]"),
         (lambda: causal_plan(SIGMAS, [0, 5, 5]), r"knots must increase strictly, got \[0, 5, 5\]"),
         (lambda: spline_plan(SIGMAS, [7, 3]), r"knots must increase strictly, got \[7, 3\]"),
-        (lambda: spline_plan(SIGMAS, [3], "linear"), r"outside='linear' needs at least two knots, got \[3\]"),
+        (lambda: spline_plan(SIGMAS, [3], "linear"), r"knots must be at least two for outside='linear', got \[3\]"),
         (lambda: spline_plan(SIGMAS, [3], "cubic"), "outside must be one of .*'linear'.* got 'cubic'"),
         (lambda: jagg_plan(SIGMAS, 0), "window must be between 1 and the 20 trained steps, got 0"),
         (lambda: jagg_plan(SIGMAS, 21), "window must be between 1 and the 20 trained steps, got 21"),

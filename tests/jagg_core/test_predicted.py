@@ -1,4 +1,4 @@
-"""Predicted knots: the Jacobian at the mean sigma of the steps served, at a state carried there by the rollout."""
+"""Shifted knots: the Jacobian at the mean sigma of the steps served, at a state carried there by the rollout."""
 
 from __future__ import annotations
 

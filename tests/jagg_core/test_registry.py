@@ -87,5 +87,5 @@ def test_a_name_is_taken_once() -> None:
     register_estimator(MINE)
     with pytest.raises(ValueError, match="'causal' is registered already"):
         register_estimator(Estimator("causal", "mine", "knots", nearest_plan, looks_ahead=True))
-    with pytest.raises(ValueError, match="knots_of is for estimators of kind knots"):
+    with pytest.raises(ValueError, match="knots_of must be empty but for estimators of kind knots"):
         Estimator("other", "other", "groups", nearest_plan, looks_ahead=True, knots_of="causal")

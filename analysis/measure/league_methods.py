@@ -82,7 +82,7 @@ class Method:
         label: in tables and figures.
         rollout: see `Rollout`.
         upstream: see `Upstream`.
-        plan: made for every batch, so that random ones are drawn anew.
+        plan: made for every batch, so that random ones are drawn again.
     """
 
     name: str
@@ -123,19 +123,19 @@ def _noised(setting: Setting, seed: int, steps: int, states: int) -> Batch:
 
 
 def sde(steps: int, *, shared: bool = False) -> Rollout:
-    """Every step but the last, deterministic one is an SDE step, and trained."""
+    """Takes SDE steps, all of them trained, but for a last deterministic one."""
     text = ", one initial noise per prompt" if shared else ""
     return Rollout(f"SDE, {steps} steps{text}", steps + 1, partial(_sde, steps=steps, shared=shared))
 
 
 def window(steps: int, size: int, stop: int) -> Rollout:
-    """SDE steps in a window that moves at random, deterministic ones elsewhere."""
+    """Takes SDE steps in a window that begins at random, deterministic ones elsewhere."""
     make = partial(_sde, steps=steps - 1, size=size, stop=stop)
     return Rollout(f"SDE in {size} of {steps} steps, else ODE", steps, make)
 
 
 def noised(steps: int, states: int) -> Rollout:
-    """Samples by the ODE, at ``states`` noise levels each."""
+    """Draws samples by the ODE, and mixes noise of ``states`` levels into each."""
     return Rollout(f"ODE, {steps} steps; {states} noised", steps, partial(_noised, steps=steps, states=states))
 
 
@@ -180,7 +180,7 @@ def _exact(_: Setting, batch: Batch) -> Plan:
 
 
 def causal(passes: int, *, shifted: bool = True) -> Callable[[Setting, Batch], Plan]:
-    """Causal plans on the calibrated knots."""
+    """Takes causal plans on the calibrated knots."""
 
     def make(setting: Setting, batch: Batch) -> Plan:
         sigmas = batch.trajectory.sigmas
@@ -190,7 +190,7 @@ def causal(passes: int, *, shifted: bool = True) -> Callable[[Setting, Batch], P
 
 
 def paper(frac: float, size: int = 4, family: str = "jagg") -> Callable[[Setting, Batch], Plan]:
-    """The paper's rule, or its ablation, on the first ``frac`` of groups of ``size`` steps."""
+    """Takes the paper's rule, or its ablation, on the first ``frac`` of groups of ``size`` steps."""
     return lambda _, batch: grouped(batch.trajectory.sigmas, family, size, frac).plans[0]
 
 

@@ -66,6 +66,8 @@ class GRPOConfig:
             self._check_graphs()
         if plan.upstream == "pathwise":
             self._check_pathwise()
+        if plan.upstream in ("awm", "nft"):
+            self._check_forward()
         if self.run.audit_every:
             self._check_audit()
         if plan.recalibrate_every and self.rollout.trained != "all":
@@ -76,6 +78,16 @@ class GRPOConfig:
                 "samples must be at least 2: with one sample of a prompt its statistics give no signal; "
                 "or take advantages over the batch"
             )
+
+    @property
+    def trained_steps(self) -> int:
+        """States of each sample that are trained: steps of its rollout, or noise levels of a forward process."""
+        return self.plan.states if self.plan.upstream in ("awm", "nft") else self.rollout.trained_steps
+
+    @property
+    def rollout_evaluations(self) -> int:
+        """Network evaluations of a sample's rollout; DiffusionNFT's old velocities are taken there."""
+        return self.rollout.steps + (self.plan.states if self.plan.upstream == "nft" else 0)
 
     def _check_rewards(self) -> None:
         from jagg_core.rewards import check_reward, options_of
@@ -130,6 +142,19 @@ class GRPOConfig:
                 f"got {self.rollout.samples}"
             )
 
+    def _check_forward(self) -> None:
+        """Refuses what has no meaning at re-noised samples."""
+        upstream, given = self.plan.upstream, self.optimizer
+        wanted: list[tuple[str, object, object]] = [
+            ("trained", self.rollout.trained, "all"),
+            ("kl_beta", self.objective.kl_beta, 0),
+        ]
+        if upstream == "awm":  # its loss knows no old policy
+            wanted += [("epochs", given.epochs, 1), ("steps_per_rollout", given.steps_per_rollout, 1)]
+        for name, value, allowed in wanted:
+            if value != allowed:
+                raise ValueError(f"upstream {upstream}: {name} must be {allowed}, got {value}")
+
     def _check_audit(self) -> None:
         """Refuse plans and upstream gradients whose residuals may not be orthogonal."""
         import torch
@@ -137,8 +162,8 @@ class GRPOConfig:
         from jagg_core.engine.meter import require_auditable
         from jagg_core.grpo.plans import make_plan
 
-        if self.plan.upstream == "pathwise":
-            raise ValueError("audit_every is for the policy gradient: upstream must not be pathwise")
+        if self.plan.upstream in ("pathwise", "awm", "nft"):
+            raise ValueError(f"audit_every is for the policy gradient: upstream must not be {self.plan.upstream}")
         steps = self.rollout.trained_steps
         require_auditable(make_plan(self.plan, torch.linspace(1, 1 / steps, steps, dtype=torch.float64), 0))
 

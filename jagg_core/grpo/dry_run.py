@@ -116,10 +116,10 @@ def _scaled(
     gradient = spent["forward"] + spent["upstream"] + spent["backward"]
     forwards = metrics.forwards / metrics.micro_batches
     # off policy all trained steps have a forward for their ratio
-    every = forwards if config.plan.upstream == "interpolated" else max(forwards, given.trained_steps)
+    every = forwards if config.plan.upstream == "interpolated" else max(forwards, config.trained_steps)
     on_policy = 1 / optimizer_steps
     passed = optimizer.epochs * (on_policy * forwards + (1 - on_policy) * every)
-    velocity_s = spent["rollout"] / given.steps
+    velocity_s = spent["rollout"] / config.rollout_evaluations
     per_batch = spent["rollout"] + spent["reward"] + optimizer.epochs * gradient
     per_batch += (passed - optimizer.epochs * forwards) * velocity_s
     update_s = batches * per_batch + optimizer_steps * metrics.seconds["optimizer"]
@@ -128,7 +128,7 @@ def _scaled(
     look_s = look_batches * (spent["rollout"] + rewards * spent["reward"]) if looks else 0.0
     return Estimate(
         passes=metrics.passes,
-        rollout_evaluations=given.batch * given.steps,
+        rollout_evaluations=given.batch * config.rollout_evaluations,
         update_forwards=round(given.batch * passed),
         update_backwards=round(given.batch * optimizer.epochs * metrics.passes),
         looks=looks,
@@ -165,7 +165,7 @@ def lines(config: GRPOConfig, folder: Path, result: Estimate) -> list[str]:
     wide = 20
     peak = "unknown" if result.memory_bytes is None else f"{result.memory_bytes / 2**30:.2f} GiB"
     rows = {
-        "passes": f"{result.passes:g} of {config.rollout.trained_steps} trained steps",
+        "passes": f"{result.passes:g} of {config.trained_steps} trained steps",
         "network, an update": f"{result.rollout_evaluations} evaluations in rollouts, {result.update_forwards} "
         f"forwards and {result.update_backwards} backwards in the gradient, of single samples over all ranks",
         "network, held out": f"{result.held_out_evaluations} evaluations in {result.looks} looks",

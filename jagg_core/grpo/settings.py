@@ -184,7 +184,10 @@ class PlanSettings:
         upstream: gradients of the loss in the velocity: by autograd from a forward of every step, in closed form on
             policy, or interpolated from the knots off policy; auto is the closed form on policy, else autograd.
             pathwise takes the reward's own gradient along the rollout (`jagg_core.pathwise`): the same expectation with
-            far less noise, for differentiable rewards.
+            far less noise, for differentiable rewards. awm and nft (DiffusionNFT) sample by the ODE, mix noise into
+            the samples and train on those states (`jagg_core.forward`).
+        states: of awm and nft: noise levels of each sample.
+        nft_beta: of nft: how far its two implied policies lie from the old one, which is the rollout's.
         sweep: of pathwise: the network is differentiated at every step (full), at the knots of causal (knots), or not
             at all (frozen); the last two are biased.
         backward: one call for all graphs of a group (joint), knots in one pass (batched), or one after the other; auto
@@ -206,7 +209,9 @@ class PlanSettings:
     knots: tuple[int, ...] = ()
     predict: bool = False
     calibration: str = ""
-    upstream: UpstreamMode | Literal["pathwise"] = "auto"
+    upstream: UpstreamMode | Literal["pathwise", "awm", "nft"] = "auto"
+    states: int = 5
+    nft_beta: float = 1.0
     sweep: Sweep = "full"
     backward: BackwardMode = "auto"
     partly_clipped: PartlyClipped = "keep"
@@ -219,10 +224,14 @@ class PlanSettings:
 
         kind = find_estimator(self.estimator).kind
         require_one_of("weighting", self.weighting, ("sigma", "index"))
-        require_one_of("upstream", self.upstream, (*get_args(UpstreamMode), "pathwise"))
+        require_one_of("upstream", self.upstream, (*get_args(UpstreamMode), "pathwise", "awm", "nft"))
         require_one_of("sweep", self.sweep, Sweep)
         if self.upstream == "pathwise":
             self._check_pathwise()
+        require_at_least(self, states=1)
+        require_positive(self, "nft_beta")
+        if self.upstream in ("awm", "nft"):
+            self._check_forward()
         require_one_of("backward", self.backward, BackwardMode)
         require_one_of("partly_clipped", self.partly_clipped, PartlyClipped)
         require_at_least(self, window=1, passes=1, recalibrate_every=0)
@@ -247,6 +256,15 @@ class PlanSettings:
                 Plan.from_calibration(self.calibration, self.passes, family=self.estimator)
         if self.predict and self.estimator != "causal":
             raise ValueError(f"predict is for the estimator causal, got {self.estimator}")
+
+    def _check_forward(self) -> None:
+        """Refuses plans that share Jacobians: every noise level has fresh noise, so the states lie on no path."""
+        if self.estimator != "exact":
+            raise ValueError(f"upstream {self.upstream} is for the estimator exact, got {self.estimator}")
+        if self.keep_graphs:
+            raise ValueError(
+                f"upstream {self.upstream} trains on states that no rollout visits: keep_graphs must be false"
+            )
 
     def _check_pathwise(self) -> None:
         """Refuse what has another expectation: a plan that looks ahead has a term that the reward's gradient misses."""

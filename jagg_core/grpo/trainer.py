@@ -13,8 +13,10 @@ from torch.utils.benchmark.utils.timer import timer
 from jagg_core.advantages import advantage_slopes, group_advantages, groups_without_signal
 from jagg_core.backbones import schedule_of
 from jagg_core.distributed import FirstError, gathered, in_step, raise_together, rank, ranks, texts_of_ranks
-from jagg_core.engine import Meter, Report, accumulate_gradients
+from jagg_core.engine import Meter, Report
+from jagg_core.forward import forward_states, velocities
 from jagg_core.grpo.config import GRPOConfig
+from jagg_core.grpo.gradients import FORWARD, Collected, accumulate, plan_seed
 from jagg_core.grpo.graphs import require_memory
 from jagg_core.grpo.held_out import held_out
 from jagg_core.grpo.inputs import inputs_of
@@ -24,17 +26,15 @@ from jagg_core.grpo.plans import make_plan
 from jagg_core.grpo.sampling import Samples, prompts_of, random_steps, samples_of, window_of
 from jagg_core.imports import import_object
 from jagg_core.objective import ClippedSurrogate
-from jagg_core.pathwise import adjoint_sweep, pathwise_upstream
 from jagg_core.policy import VelocityPolicy
 from jagg_core.rewards import (
     Reward,
     RewardNotFinite,
-    differentiable,
     load_reward,
     options_of,
     score_in_update,
 )
-from jagg_core.rollouts import rollout
+from jagg_core.rollouts import rollout, sample_ode
 from jagg_core.seeding import derive_seed, initial_latents
 from jagg_core.strict_json import read_json
 from jagg_core.trajectory import Trajectory, policy_signature
@@ -70,22 +70,6 @@ class TrainingStopped(RuntimeError):
     def __init__(self, message: str, metrics: Metrics) -> None:
         super().__init__(message)
         self.metrics = metrics
-
-
-@dataclass
-class Collected:
-    """A micro-batch: its samples, the policy that drew them, the rollout, which of its steps are trained, rewards."""
-
-    samples: Samples
-    policy: VelocityPolicy
-    rollout: Trajectory
-    steps: Tensor | None
-    rewards: Tensor
-
-    @property
-    def trajectory(self) -> Trajectory:
-        """The trained steps."""
-        return self.rollout if self.steps is None else self.rollout.select(self.steps)
 
 
 class GRPOTrainer:
@@ -191,36 +175,42 @@ class GRPOTrainer:
         broken = FirstError()
         for samples in samples_of(prompts, given.samples, rank(), ranks()).split(given.micro_batch):
             with broken.keep(FloatingPointError), timed(metrics, "rollout"):
-                policy, trajectory = self._roll_out(samples, own, window, graph_at)
+                policy, trajectory, old = self._roll_out(samples, own, window, graph_at)
             if broken.error is None:
                 with broken.keep(Exception), timed(metrics, "reward"):
                     images = self.learner.backbone.decode(trajectory.final)
                     rewards = score_in_update(self.reward, images, samples.prompts, self.update + 1)
                     steps = random_steps(given, seed, samples.ids)
-                    found.append(Collected(samples, policy, trajectory, steps, rewards))
+                    found.append(Collected(samples, policy, trajectory, steps, rewards, old))
             if broken.error is not None and ranks() == 1:
                 break
         return found, broken.error
 
     def _roll_out(
         self, samples: Samples, seed: int, window: range | None, graph_at: tuple[int, ...]
-    ) -> tuple[VelocityPolicy, Trajectory]:
-        """Draw a micro-batch, with the policy that draws it."""
+    ) -> tuple[VelocityPolicy, Trajectory, Tensor | None]:
+        """Draws a micro-batch, with the policy that draws it; and its velocities where the loss asks for the old one's.
+
+        Forward-process methods sample by the ODE and mix noise into the samples; others keep the SDE's steps.
+        """
         given = self.config.rollout
         policy = self.learner.policy(samples.prompts)
         latents = self.latents(seed, samples.groups if given.same_noise else samples.ids)
-        with in_step(policy, latents, given.steps):
-            return policy, rollout(
-                policy,
-                self.sigmas,
-                self.transition,
-                latents,
-                seed,
-                sample_ids=samples.ids,
-                timestep_mode=given.timestep_mode,
-                window=window,
-                graph_at=graph_at,
-            )
+        how: dict[str, Any] = {"sample_ids": samples.ids, "timestep_mode": given.timestep_mode}
+        if self.plan.upstream not in FORWARD:
+            with in_step(policy, latents, given.steps):
+                return (
+                    policy,
+                    rollout(
+                        policy, self.sigmas, self.transition, latents, seed, window=window, graph_at=graph_at, **how
+                    ),
+                    None,
+                )
+        states, old = self.plan.states, self.plan.upstream == "nft"
+        with in_step(policy, latents, given.steps + states * old):
+            final = sample_ode(policy, self.sigmas, latents, timestep_mode=given.timestep_mode)
+            noised = forward_states(policy, final, states, seed, shift=given.shift, **how)
+            return policy, noised, velocities(policy, noised) if old else None
 
     def latents(self, seed: int, ids: tuple[int, ...]) -> Tensor:
         """Draws initial noise ``[len(ids), *D]``, a stream for each id."""
@@ -299,7 +289,7 @@ class GRPOTrainer:
                 continue
             try:
                 with timed(metrics, "upstream"):  # with all that is neither forward nor backward
-                    reports.append(self._accumulate(batch, values, inside, len(part), meter))
+                    reports.append(accumulate(self, batch, values, inside, len(part), meter))
             except FloatingPointError as error:
                 reason = reason or str(error)  # and on, for other ranks gather weights in every pass
             meter = None
@@ -320,59 +310,13 @@ class GRPOTrainer:
         metrics.loss = sum(report.loss for report in reports)
         return reports if metrics.grad_norm is not None else "the gradient is not finite"
 
-    def _accumulate(
-        self, batch: Collected, advantages: Tensor, inside: range, samples: int, meter: Meter | None
-    ) -> Report:
-        """Add the gradient of some samples of a micro-batch; the loss is the mean over ``samples`` and their steps.
-
-        ``advantages``: of the micro-batch, or their slopes for pathwise gradients.
-        """
-        trajectory, given = batch.trajectory, self.plan
-        if given.upstream == "pathwise":
-            return self._accumulate_pathwise(batch, advantages, 1 / (samples * trajectory.steps))
-        if len(inside) < trajectory.batch:
-            trajectory = trajectory.cut(inside)
-        reference = self.learner.reference(batch.samples.prompts) if self.objective.kl_beta > 0 else None
-        return accumulate_gradients(
-            batch.policy,
-            trajectory,
-            advantages[inside.start : inside.stop],
-            make_plan(given, trajectory.sigmas, self._plan_seed(), trajectory),
-            self.objective,
-            given.upstream,
-            given.backward,
-            reference=reference,
-            scale=1 / (samples * trajectory.steps),
-            partly_clipped=given.partly_clipped,
-            clock=timer,
-            audit=meter,
-        )
-
-    def _accumulate_pathwise(self, batch: Collected, slopes: Tensor, scale: float) -> Report:
-        """Add the gradient of a micro-batch by the reward's gradient along its rollout."""
-        given, whole, trajectory = self.plan, batch.rollout, batch.trajectory
-        reward = differentiable(self.reward, self.learner.backbone.decode, batch.samples.prompts)
-        plan = make_plan(given, trajectory.sigmas, self._plan_seed(), trajectory)
-        knots = plan.knots if given.sweep == "knots" else ()
-        adjoint = adjoint_sweep(batch.policy, whole, reward, sweep=given.sweep, knots=knots, schedule=self.sigmas)
-        upstream = pathwise_upstream(whole, adjoint, slopes.to(whole.latents))
-        if batch.steps is not None:
-            upstream = upstream[batch.steps.T, torch.arange(whole.batch)]
-        report = accumulate_gradients(
-            batch.policy, trajectory, None, plan, None, upstream, given.backward, scale=scale, clock=timer
-        )
-        return replace(report, forwards=report.forwards + adjoint.forwards)
-
-    def _plan_seed(self) -> int:
-        return derive_seed(self.config.run.seed, "plan", self.update)
-
     def _graph_at(self, window: range | None) -> tuple[int, ...]:
         """Steps whose graphs a rollout keeps, once they are known to fit."""
         given = self.config.rollout
         if not self.plan.keep_graphs:
             return ()
         sigmas = self.sigmas[:-2] if window is None else self.sigmas[list(window)]
-        knots = make_plan(self.plan, sigmas, self._plan_seed()).knots
+        knots = make_plan(self.plan, sigmas, plan_seed(self)).knots
         if not self._fits:
             backbone = self.learner.backbone
             policy = self.learner.policy(backbone.prompts[:1])

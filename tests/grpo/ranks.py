@@ -59,6 +59,7 @@ ADAPTED = changed(
 )
 
 PATHWISE = changed(SMALL, plan={"upstream": "pathwise"}, rollout={"samples": 3})
+NFT = changed(SMALL, plan={"estimator": "exact", "knots": (), "upstream": "nft", "states": 2})
 
 AUDITED = changed(
     SMALL, model={"dtype": "float64"}, rollout={"micro_batch": 2}, objective={"clip_range": 1.0}, run={"audit_every": 1}
@@ -110,6 +111,7 @@ def work(rank: int, folder: Path) -> dict[str, Any]:
             "broken": _broken(rank),
             "refused": _refused(rank),
             "pathwise": asdict(GRPOTrainer(PATHWISE).step()),
+            "nft": asdict(GRPOTrainer(NFT).step()),
             "audited": {name: _audited(parallel) for name, parallel in PARALLEL.items()},
         }
         moved: dict[str, list[Tensor]] = {}

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from jagg_core.grpo import GRPOTrainer
+from jagg_core.grpo import GRPOConfig, GRPOTrainer
 from jagg_core.grpo.communication import covered
-from tests.grpo.ranks import ADAPTED, AUDITED, BROKEN_AT, PARALLEL, PATHWISE, SLEEP, SMALL, work
+from tests.grpo.ranks import ADAPTED, AUDITED, BROKEN_AT, NFT, PARALLEL, PATHWISE, SLEEP, SMALL, work
 from tests.grpo.runs import changed
 from tests.spawning import run_ranks
 
@@ -102,11 +102,14 @@ def test_a_value_that_is_no_number_on_one_rank_skips_the_update_on_all(found: li
         assert (rank["broken"]["kept"], rank["broken"]["last"], rank["broken"]["steps"]) == (True, "", 1)
 
 
-def test_pathwise_updates_are_those_of_one_rank(found: list[dict[str, Any]]) -> None:
-    alone = GRPOTrainer(PATHWISE).step()
+@pytest.mark.parametrize(("name", "config"), [("pathwise", PATHWISE), ("nft", NFT)])
+def test_updates_by_other_upstream_gradients_are_those_of_one_rank(
+    found: list[dict[str, Any]], name: str, config: GRPOConfig
+) -> None:
+    alone = GRPOTrainer(config).step()
     for rank in found:
-        assert rank["pathwise"]["grad_norm"] == pytest.approx(alone.grad_norm, rel=1e-4)
-        assert rank["pathwise"]["passes"] == alone.passes
+        assert rank[name]["grad_norm"] == pytest.approx(alone.grad_norm, rel=1e-4)
+        assert rank[name]["passes"] == alone.passes
 
 
 @pytest.mark.parametrize("name", PARALLEL)

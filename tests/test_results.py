@@ -117,11 +117,29 @@ def signals() -> list[list[str]]:
 
 
 def biases() -> list[list[str]]:
-    frame = read("photos-flux-calibration", "signal").set_index("estimator")
-    cells = [frame.loc[f"causal-{passes}"] for passes in (8, 5, 3, 2)]
-    label = "squared bias in % of the squared expected gradient, `photos-flux`, redness, n = 96 batches"
-    assert {int(row["n"]) for row in cells} == {96}
-    return [[label, *(number(row, "bias2", "{:.1f}", 100) for row in cells)]]
+    frames = {name: read(f"{name}-pathwise", "pathwise") for name in BACKBONES}
+    rows = []
+    for family, kind in (
+        ("causal", "causal, searched knots"),
+        ("causal-predicted", "causal, searched and shifted knots"),
+    ):
+        for passes in (8, 5, 4, 3, 2):
+            plans = [one(frames[name], family, passes) for name in BACKBONES]
+            assert all(plan is not None and plan["samples"] == 384 for plan in plans)
+            rows.append([kind, str(passes), *(number(plan, "lost", "{:.2f}", 100) for plan in plans)])
+    return rows
+
+
+def league() -> list[list[str]]:
+    frame = read("digits-flux-league", "league")
+    rows = []
+    for _, row in frame.iterrows():
+        kept = "cannot be told from 0" if pd.isna(row["cosine"]) else number(row, "cosine", "{:.3f}")
+        leak = number(row, "leak", "{:.2f}") if not pd.isna(row["leak"]) else ""
+        work = f"{row['update_evaluations']:.0f}, {row['step_evaluations']:.0f}"
+        share, gain = number(row, "share", "{:.2f}"), number(row, "per_work", "{:.1f}")
+        rows.append([row["label"], row["rollout"], f"{row['passes']:.0f}", work, share, gain, kept, leak])
+    return rows
 
 
 def training() -> list[list[str]]:
@@ -152,7 +170,8 @@ def sharpness() -> list[list[str]]:
 TABLES: dict[str, Callable[[], list[list[str]]]] = {
     "| plan | passes | `photos-flux` | `photos-qwen` | `digits-flux` |": cosines,
     "| plan | passes | leak, `photos-flux` | leak, `photos-qwen` |": leaks,
-    "| causal, searched knots, passes | 8 | 5 | 3 | 2 |": biases,
+    "| plan | passes | direction lost in %, `photos-flux` | `photos-qwen` | `digits-flux` |": biases,
+    "| method | rollout | passes | evaluations: update, step | signal S | signal per work | cosine | leak |": league,
     "| plan | passes | signal lost in %, `photos-flux` | `photos-qwen` | `digits-flux` |": signals,
     "| arm | reward minus exact's, `photos-flux` | `photos-qwen` | `digits-flux` |": training,
     "| arm | sharpness minus exact's, `photos-flux` | `photos-qwen` | `digits-flux` |": sharpness,

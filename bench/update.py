@@ -23,7 +23,7 @@ from jagg_core.records import Cell, Record, recorded
 from jagg_core.rewards import Reward, load_reward, score
 from jagg_core.rollouts import rollout
 
-REWARDS = {"digits": "ink", "photos": "redness"}
+REWARDS = {"digits": "ink", "photos": "redness", "emoji": "redness"}
 """Reward by the data set that the samples look like, where none is asked for. Without a data set: decoding alone."""
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, get_args
 
 from tqdm import tqdm
 
-from jagg_core.choices import DTYPES, SHIPPED, ScheduleName
+from jagg_core.choices import CLASSIFIED, DTYPES, SHIPPED, ScheduleName
 from jagg_core.files import require_writable, write_atomically
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ def parser() -> argparse.ArgumentParser:
     classifier = reward_actions.add_parser(
         "train", help="rebuild the weights of a shipped classifier", epilog=REWARD_EXAMPLE
     )
-    classifier.add_argument("name", choices=("digits", "photos"), help="the images that it classifies")
+    classifier.add_argument("name", choices=CLASSIFIED, help="the images that it classifies")
     classifier.add_argument("--steps", type=int, help="training steps, default those of the shipped weights")
     classifier.add_argument("--seed", type=int, default=0, help="of weights and batches, default 0")
     classifier.add_argument("--out", type=Path, help="weights file, default: the package's")

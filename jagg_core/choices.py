@@ -22,8 +22,11 @@ PartlyClipped = Literal["exact", "keep"]
 Sweep = Literal["full", "knots", "frozen"]
 """Steps at which the sweep of `jagg_core.pathwise` differentiates the network."""
 
-SHIPPED = ("digits-flux", "photos-flux", "photos-qwen")
+SHIPPED = ("digits-flux", "emoji-flux", "photos-flux", "photos-qwen")
 """Backbones whose weights come with the package; `jagg_core.backbones.registry.TRAINED` can rebuild them."""
+
+CLASSIFIED = ("digits", "photos", "emoji")
+"""Data sets of `jagg_core.rewards.classifier.CLASSIFIERS`."""
 
 DTYPES = ("float64", "float32", "bfloat16", "float16")
 """Dtypes of networks that can be verified, by a tolerance in `jagg_core.reference.TOLERANCE`."""

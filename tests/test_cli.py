@@ -24,9 +24,10 @@ from jagg_core.backbones import list_backbones
 from jagg_core.backbones.pixel import weights_path
 from jagg_core.backbones.registry import TRAINED
 from jagg_core.backbones.training import RECIPES, FlowTraining
-from jagg_core.choices import DTYPES, SHIPPED
+from jagg_core.choices import CLASSIFIED, DTYPES, SHIPPED
 from jagg_core.reference import TOLERANCE
 from jagg_core.rewards import list_rewards
+from jagg_core.rewards.classifier import CLASSIFIERS
 
 ROOT = Path(__file__).resolve().parents[1]
 Capture = pytest.CaptureFixture[str]
@@ -98,6 +99,7 @@ print(late)
 def test_choices_of_the_help_are_those_that_exist() -> None:
     assert [str(dtype).removeprefix("torch.") for dtype in TOLERANCE] == list(DTYPES)
     assert sorted(TRAINED) == list(SHIPPED)
+    assert tuple(CLASSIFIERS) == CLASSIFIED
 
 
 def flags(top: argparse.ArgumentParser, path: tuple[str, ...] = ()) -> Iterator[tuple[str, str]]:

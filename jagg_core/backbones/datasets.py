@@ -1,11 +1,14 @@
-"""Real images carried by the wheels of scikit-learn and scikit-image, as training data for the shipped backbones.
+"""Training data for the shipped backbones: images carried by wheels, and emoji drawn from a Debian package's font.
 
 Needs the ``train`` extra. Nothing is downloaded.
 """
 
 from __future__ import annotations
 
+import unicodedata
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -13,6 +16,28 @@ from torch import Tensor
 
 PHOTO_SHORT_SIDE = 112
 """Photographs are reduced to this many pixels on their short side before they are cropped."""
+
+EMOJI_FONT = Path("/usr/share/fonts/truetype/noto/NotoColorEmoji.ttf")
+"""Font of Debian's package ``fonts-noto-color-emoji`` (SIL Open Font License 1.1)."""
+
+EMOJI_PACKAGE = "fonts-noto-color-emoji"
+
+EMOJI_MARGIN = 2
+"""Emoji are drawn this many pixels larger than the image, and cropped at random."""
+
+_DRAWN = (
+    "😀😂😇😈😉😊😋😍😎😐😕😗😛😜😞😟😠😡😢😦😨😭😮😰😱😲😳😴😵😶😷🙁🙂🤒🤓🤔🤠🤡🤢🥳🥶🧐"
+    "😸😹😺😻😽😾😿🙀🐭🐮🐯🐰🐱🐴🐵🐶🐷🐸🐺🐻🐼🐧🐨🐤🐙🐠🐞🐳🐘🐢"
+    "🍅🍆🍇🍉🍊🍋🍌🍍🍎🍏🍐🍑🍒🍓🍔🍕🍟🍩🍪🍭🍺❤💔💘💙💚💛💜🖤🤍🤎🧡"
+    "🔴🔵🟠🟡🟢🟣🟤🟥🟦🟧🟨🟩🟪🟫📗📘📙🔶🔷"
+)
+
+# Unicode's name of U+2764, "heavy black heart", is that of its outline: fonts draw it red
+EMOJI: dict[str, str] = {"red heart" if c == "❤" else unicodedata.name(c).lower(): c for c in _DRAWN}
+"""Characters by prompt: their Unicode names in small letters."""
+
+EMOJI_HELD_OUT = ("cat face with tears of joy", "large green square", "orange book", "purple heart", "red heart")
+"""Prompts whose words are all in other prompts, and whose pictures the backbone is not trained on."""
 
 
 @dataclass(frozen=True)
@@ -108,4 +133,25 @@ def photos(size: int = 32) -> Crops:
         shape = (round(pixels.shape[0] * scale), round(pixels.shape[1] * scale))
         small = resize(pixels, shape, anti_aliasing=True)
         images.append(torch.tensor(small, dtype=torch.float32).permute(2, 0, 1).clamp(0, 1))
+    return Crops(images, size)
+
+
+def emoji(prompts: Sequence[str] = tuple(EMOJI), size: int = 32) -> Crops:
+    """Draws the `EMOJI` named by ``prompts`` on white; the class is the prompt.
+
+    Raises:
+        FileNotFoundError: the font is missing; names the Debian package that has it.
+    """
+    from PIL import Image, ImageDraw, ImageFont
+
+    if not EMOJI_FONT.exists():
+        raise FileNotFoundError(f"{EMOJI_FONT} is missing; it is in Debian's package {EMOJI_PACKAGE}")
+    font = ImageFont.truetype(str(EMOJI_FONT), 109)  # the one size of its bitmaps: 136x128
+    side = size + EMOJI_MARGIN
+    images = []
+    for prompt in prompts:
+        canvas = Image.new("RGB", (136, 136), "white")
+        ImageDraw.Draw(canvas).text((0, 4), EMOJI[prompt], font=font, embedded_color=True)
+        small = np.asarray(canvas.resize((side, side), Image.Resampling.LANCZOS), dtype=np.float32)
+        images.append(torch.tensor(small).div_(255).permute(2, 0, 1).contiguous())
     return Crops(images, size)

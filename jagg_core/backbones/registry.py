@@ -12,7 +12,14 @@ from typing import cast
 
 import torch
 
-from jagg_core.backbones.pixel import DIGITS_FLUX, PHOTOS_FLUX, PHOTOS_QWEN, PixelSpec, build_pixel_backbone
+from jagg_core.backbones.pixel import (
+    DIGITS_FLUX,
+    EMOJI_FLUX,
+    PHOTOS_FLUX,
+    PHOTOS_QWEN,
+    PixelSpec,
+    build_pixel_backbone,
+)
 from jagg_core.backbones.pretrained import MODELS, load_pretrained
 from jagg_core.backbones.protocol import Backbone
 from jagg_core.backbones.trained import check_weights, load_weights
@@ -190,6 +197,7 @@ def _register_pixel(spec: PixelSpec, parameters: int, description: str) -> None:
 
 
 _register_pixel(DIGITS_FLUX, 1_302_276, "Flux architecture on 8x8 handwritten digits, by class, trained")
+_register_pixel(EMOJI_FLUX, 2_304_560, "Flux architecture on 32x32 emoji, by the words of their names, trained")
 _register_pixel(PHOTOS_FLUX, 1_310_768, "Flux architecture on 32x32 crops of nine photographs, by class, trained")
 _register_pixel(PHOTOS_QWEN, 1_742_192, "Qwen-Image architecture on the same crops, by class, trained")
 for _model in MODELS:

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from jagg_core.backbones.datasets import Crops, Labelled, digits, photos
+from jagg_core.backbones.datasets import Crops, Labelled, digits, emoji, photos
 from jagg_core.backbones.pixel import PixelSpec, save_pixel_weights
 from jagg_core.checks import require_at_least
 
@@ -35,21 +35,24 @@ RECIPES: dict[str, FlowTraining] = {
     "digits-flux": FlowTraining(steps=3000, batch=128),
     "photos-flux": FlowTraining(steps=2500, batch=64),
     "photos-qwen": FlowTraining(steps=2500, batch=64),
+    "emoji-flux": FlowTraining(steps=2500, batch=32),
 }
 """The settings that the shipped weights were trained with."""
 
 
 def training_data(spec: PixelSpec) -> Crops | Labelled:
     """Loads the real images behind a specification."""
+    if spec.dataset == "emoji":
+        return emoji(spec.prompts, spec.size)
     return digits() if spec.dataset == "digits" else photos(spec.size)
 
 
-def flow_loss(module: nn.Module, latents: Tensor, class_ids: Tensor, generator: torch.Generator) -> Tensor:
+def flow_loss(module: nn.Module, latents: Tensor, prompt_ids: Tensor, generator: torch.Generator) -> Tensor:
     """Computes the mean squared error of the velocity (noise minus data) at a logit-normal sigma; a scalar."""
     noise = torch.randn(latents.shape, generator=generator)
     sigma = torch.sigmoid(torch.randn(len(latents), generator=generator))
     blend = sigma[:, None, None]
-    velocity = module(latents + blend * (noise - latents), sigma, class_ids)
+    velocity = module(latents + blend * (noise - latents), sigma, prompt_ids)
     return (velocity - (noise - latents)).square().mean()
 
 
@@ -72,11 +75,12 @@ def train_pixel_backbone(
     ``progress(step, loss)`` is called after every step.
 
     Raises:
+        FileNotFoundError: images to train on are not there; names the package that has them.
         ValueError: fewer than one step.
         FloatingPointError: the loss is not finite.
     """
     require_at_least(settings, steps=1, batch=1)
-    data = training_data(spec)
+    data, rows = training_data(spec), spec.prompt_ids(spec.prompts)
     generator = torch.Generator().manual_seed(settings.seed)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(settings.seed)
@@ -88,8 +92,9 @@ def train_pixel_backbone(
     for step in range(settings.steps):
         images, labels = data.sample(settings.batch, generator)
         dropped = torch.rand(settings.batch, generator=generator) < settings.prompt_dropout
-        class_ids = torch.where(dropped, len(spec.prompts), labels)
-        loss = flow_loss(module, spec.encode(images), class_ids, generator)
+        prompt_ids = rows[labels]
+        prompt_ids[dropped] = len(spec.words)
+        loss = flow_loss(module, spec.encode(images), prompt_ids, generator)
         optimizer.zero_grad(set_to_none=True)
         loss.backward()
         nn.utils.clip_grad_norm_(module.parameters(), 1.0)

@@ -11,7 +11,7 @@ from jagg_core.rewards.base import (
     score,
     score_in_update,
 )
-from jagg_core.rewards.classifier import ClassifierLogProb, load_classifier, read_as_prompted
+from jagg_core.rewards.classifier import ClassifierLogProb, Smiling, load_classifier, read_as_prompted
 from jagg_core.rewards.pixels import Colourfulness, Ink, Random, Redness, Sharpness
 from jagg_core.rewards.preference import PreferenceReward
 from jagg_core.rewards.registry import check_reward, list_rewards, load_reward, options_of, reward_fingerprints
@@ -29,6 +29,7 @@ __all__ = [
     "RewardFailed",
     "RewardNotFinite",
     "Sharpness",
+    "Smiling",
     "WeightedSum",
     "check_reward",
     "differentiable",

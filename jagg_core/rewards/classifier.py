@@ -1,4 +1,4 @@
-"""Small convolutional classifiers of the two shipped data sets, as a reward and as a judge."""
+"""Small convolutional classifiers of the shipped data sets, as rewards and as a judge."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from jagg_core.backbones.datasets import PHOTOS
+from jagg_core.backbones.datasets import EMOJI, PHOTOS
 from jagg_core.hub import fingerprint
 from jagg_core.rewards.base import check_images
 
@@ -54,6 +54,15 @@ CLASSIFIERS: dict[str, ClassifierSpec] = {
         channels=3,
         size=32,
         widths=(32, 64, 96, 96),
+        strides=(1, 2, 2, 2),
+        pool=True,
+    ),
+    "emoji": ClassifierSpec(
+        dataset="emoji",
+        classes=tuple(EMOJI),
+        channels=3,
+        size=32,
+        widths=(32, 64, 96, 128),
         strides=(1, 2, 2, 2),
         pool=True,
     ),
@@ -142,6 +151,37 @@ class ClassifierLogProb:
         return self.classifier.log_probs(images).gather(1, _targets(self.classifier, images, prompts)).squeeze(1)
 
 
+class Smiling:
+    """Log-odds of smiling against frowning faces under the emoji classifier; ignores the prompt.
+
+    ``log p(classes with the word smiling) - log p(classes with the word frowning)``; it means something on faces only.
+
+    Attributes:
+        version: fingerprint of the classifier's weights.
+
+    Raises:
+        FileNotFoundError: the weights are missing; says how to rebuild them.
+    """
+
+    name = "smiling"
+
+    def __init__(self, device: torch.device | str = "cpu") -> None:
+        self.classifier = load_classifier("emoji", device)
+        self.version = fingerprint([classifier_path("emoji")])
+        classes = [name.split() for name in self.classifier.spec.classes]
+        self.sides = [[k for k, words in enumerate(classes) if word in words] for word in ("smiling", "frowning")]
+
+    def __call__(self, images: Tensor, prompts: Sequence[str]) -> Tensor:
+        """Computes the log-odds of every image, ``[N]``.
+
+        Raises:
+            ValueError: images of another shape than the emoji.
+        """
+        log_probs = self.classifier.log_probs(images)
+        smiling, frowning = (log_probs[:, side].logsumexp(1) for side in self.sides)
+        return smiling - frowning
+
+
 def read_as_prompted(images: Tensor, prompts: Sequence[str], dataset: str) -> float:
     """Computes the share of images ``[N, C, H, W]`` in [0, 1] whose most probable class is their prompt.
 
@@ -175,7 +215,7 @@ def classifier_path(dataset: str) -> Path:
 
 
 def load_classifier(dataset: str, device: torch.device | str = "cpu", *, path: Path | str | None = None) -> Classifier:
-    """Loads the trained classifier of ``dataset`` ("digits" or "photos"), fp32, in eval mode, without gradients.
+    """Loads the trained classifier of ``dataset``, one of `CLASSIFIERS`, fp32, in eval mode, without gradients.
 
     ``path``: another file than the shipped one.
 

@@ -14,7 +14,7 @@ import torch
 from jagg_core.imports import import_object, source_fingerprint
 from jagg_core.options import read_values
 from jagg_core.rewards.base import FunctionReward, Reward, WeightedSum
-from jagg_core.rewards.classifier import ClassifierLogProb, classifier_spec
+from jagg_core.rewards.classifier import CLASSIFIERS, ClassifierLogProb, Smiling, classifier_spec
 from jagg_core.rewards.pixels import Colourfulness, Ink, Random, Redness, Sharpness
 from jagg_core.rewards.preference import CLIPSCORE, HPSV21, PICKSCORE, PreferenceSettings, Published, load_preference
 
@@ -32,14 +32,14 @@ class _Entry:
         channels: numbers of channels that it can score.
         make: loads the reward from the data set, the device and the result of ``settings``.
         settings: takes the options, and refuses bad ones before anything is loaded.
-        needs_dataset: whether loading needs a data set.
+        datasets: data sets that it is made for, and loading needs one of them; none: any images.
     """
 
     summary: str
     channels: tuple[int, ...]
     make: Callable[[str | None, torch.device | str, Any], Reward]
     settings: Callable[..., object] = _no_options
-    needs_dataset: bool = False
+    datasets: tuple[str, ...] = ()
 
 
 def _published(summary: str, published: Published) -> _Entry:
@@ -56,7 +56,13 @@ _REWARDS: dict[str, _Entry] = {
         "log-probability of the prompt's class under a shipped classifier",
         (1, 3),
         lambda dataset, device, _: ClassifierLogProb(str(dataset), device),
-        needs_dataset=True,
+        datasets=tuple(CLASSIFIERS),
+    ),
+    "smiling": _Entry(
+        "log-odds of smiling against frowning faces under the emoji classifier",
+        (3,),
+        lambda _, device, __: Smiling(device),
+        datasets=("emoji",),
     ),
     "colourfulness": _Entry("Hasler and Suesstrunk's colourfulness of RGB images", (3,), lambda *_: Colourfulness()),
     "sharpness": _Entry("mean absolute Laplacian of the luminance", (1, 3), lambda *_: Sharpness()),
@@ -87,7 +93,7 @@ def load_reward(
     ``(images, prompts) -> Tensor[N]`` or an object that is a `Reward`; or a sum such as
     ``classifier+0.5*colourfulness`` or ``classifier-0.1*my_rewards:noisiness``. A published reward's variant may follow
     its name: ``clipscore.clamped``.
-    ``dataset``: the shipped data set that the images look like ("digits" or "photos"). The classifier needs it; with
+    ``dataset``: the shipped data set that the images look like, such as "photos". The classifier needs it; with
     it, a reward that cannot score such images is refused here rather than after the first rollout.
     ``device``: where networks are loaded; they follow the images from there.
     ``options``: `jagg_core.rewards.preference.PreferenceSettings` of published rewards, written
@@ -102,8 +108,8 @@ def load_reward(
     terms = _checked(name, dataset, options)
     if dataset is None:
         for _, term, _ in terms:
-            if term in _REWARDS and _REWARDS[term].needs_dataset:
-                raise ValueError(f"reward {term} needs dataset='digits' or dataset='photos', got None")
+            if term in _REWARDS and _REWARDS[term].datasets:
+                raise ValueError(f"reward {term} needs dataset to be one of {list(_REWARDS[term].datasets)}, got None")
     loaded = [(weight, _load_one(term, dataset, device, settings)) for weight, term, settings in terms]
     if len(loaded) == 1 and loaded[0][0] == 1:
         return loaded[0][1]
@@ -215,9 +221,13 @@ def _check_registered(name: str, dataset: str | None) -> None:
         raise ValueError(f"unknown reward {name!r}{hint}; allowed: {_allowed()}")
     if dataset is not None:
         channels = classifier_spec(dataset).channels
-        if channels not in _REWARDS[name].channels:
+        fitting = [
+            other
+            for other, entry in _REWARDS.items()
+            if channels in entry.channels and (not entry.datasets or dataset in entry.datasets)
+        ]
+        if name not in fitting:
             kind = "grey" if channels == 1 else "RGB"
-            fitting = [other for other, entry in _REWARDS.items() if channels in entry.channels]
             raise ValueError(f"reward {name} cannot score the {kind} images of {dataset}; allowed: {fitting}")
 
 

@@ -15,14 +15,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from jagg_core.backbones.datasets import Crops, Labelled, digits, photos
+from jagg_core.backbones.datasets import Crops, Labelled, digits, emoji, photos
 from jagg_core.backbones.training import one_cycle
 from jagg_core.checks import require_at_least
 from jagg_core.files import write_tensors
-from jagg_core.rewards.classifier import Classifier, classifier_spec, shipped_classifier, spec_json
+from jagg_core.rewards.classifier import Classifier, ClassifierSpec, classifier_spec, shipped_classifier, spec_json
 
 HELD_OUT_SEED = 2**40
-"""Seed of the crops that a photo classifier is judged on; far from the usual small seeds."""
+"""Seed of the crops that a classifier of photos or emoji is judged on; far from the usual small seeds."""
 
 HELD_OUT_CROPS = 2048
 
@@ -46,10 +46,11 @@ class ClassifierTraining:
     seed: int = 0
 
 
-# photos are cropped at random for every sample, which shifts them already
+# photos and emoji are cropped at random for every sample, which shifts them already
 RECIPES: dict[str, ClassifierTraining] = {
     "digits": ClassifierTraining(steps=1500, max_shift=1),
     "photos": ClassifierTraining(steps=400, batch=64),
+    "emoji": ClassifierTraining(steps=600, batch=64),
 }
 """The settings that the shipped weights were trained with."""
 
@@ -57,14 +58,20 @@ RECIPES: dict[str, ClassifierTraining] = {
 def held_out(dataset: str, crops: int = HELD_OUT_CROPS, seed: int = HELD_OUT_SEED) -> tuple[Tensor, Tensor]:
     """Loads real images that judge a classifier: ``[M, C, H, W]`` in [0, 1] and class ids ``[M]``.
 
-    Digits: the whole held-out fifth, never trained on. Photos: ``crops`` fresh crops; they come from
-    the same photographs as the training crops, so they measure recognition of these photographs, nothing wider.
+    Digits: the whole held-out fifth, never trained on. Photos and emoji: ``crops`` fresh crops; they come from
+    the same pictures as the training crops, so they measure recognition of these pictures, nothing wider.
     """
-    spec = classifier_spec(dataset)
-    if dataset == "digits":
-        test = digits("test")
-        return test.images, test.labels
-    return photos(spec.size).sample(crops, torch.Generator().manual_seed(seed))
+    data = _pictures(classifier_spec(dataset), "test")
+    if isinstance(data, Labelled):
+        return data.images, data.labels
+    return data.sample(crops, torch.Generator().manual_seed(seed))
+
+
+def _pictures(spec: ClassifierSpec, split: str = "train") -> Crops | Labelled:
+    """Loads a classifier's data; digits alone have a split."""
+    if spec.dataset == "digits":
+        return digits(split)
+    return emoji(spec.classes, spec.size) if spec.dataset == "emoji" else photos(spec.size)
 
 
 def _augment(images: Tensor, settings: ClassifierTraining, generator: torch.Generator) -> Tensor:
@@ -104,7 +111,7 @@ def train_classifier(
     recipe = RECIPES[dataset]
     settings = replace(recipe, steps=recipe.steps if steps is None else steps, seed=seed)
     require_at_least(settings, steps=1)
-    data: Crops | Labelled = digits("train") if dataset == "digits" else photos(spec.size)
+    data = _pictures(spec)
     generator = torch.Generator().manual_seed(seed)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)

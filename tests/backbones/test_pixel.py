@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
+from pathlib import Path
 from threading import Barrier
 
 import pytest
@@ -12,12 +13,23 @@ import torch
 from torch import Tensor
 
 from jagg_core.backbones import load_backbone
-from jagg_core.backbones.pixel import DIGITS_FLUX, PHOTOS_FLUX, PHOTOS_QWEN, PixelBackbone, PixelPolicy, PixelSpec
+from jagg_core.backbones.datasets import EMOJI, EMOJI_HELD_OUT
+from jagg_core.backbones.pixel import (
+    DIGITS_FLUX,
+    EMOJI_FLUX,
+    PHOTOS_FLUX,
+    PHOTOS_QWEN,
+    PixelBackbone,
+    PixelPolicy,
+    PixelSpec,
+)
 from jagg_core.policy import ClassifierFreeGuidance, VelocityPolicy
 from jagg_core.rewards.classifier import CLASSIFIERS
 
 MakeTiny = Callable[..., PixelBackbone]
-each_spec = pytest.mark.parametrize("spec", [DIGITS_FLUX, PHOTOS_FLUX, PHOTOS_QWEN], ids=lambda spec: spec.name)
+each_spec = pytest.mark.parametrize(
+    "spec", [DIGITS_FLUX, EMOJI_FLUX, PHOTOS_FLUX, PHOTOS_QWEN], ids=lambda spec: spec.name
+)
 
 
 def generator(seed: int = 0) -> torch.Generator:
@@ -65,7 +77,51 @@ def test_decoded_pixels_are_clamped_and_fp32(spec: PixelSpec) -> None:
 
 @each_spec
 def test_prompts_are_what_the_classifier_knows(spec: PixelSpec) -> None:
-    assert spec.prompts == CLASSIFIERS[spec.dataset].classes
+    held_out = EMOJI_HELD_OUT if spec.dataset == "emoji" else ()
+    assert spec.prompts == tuple(name for name in CLASSIFIERS[spec.dataset].classes if name not in held_out)
+
+
+# Prompts of words
+
+
+def test_held_out_emoji_are_made_of_known_words() -> None:
+    assert set(EMOJI_HELD_OUT) < set(EMOJI)
+    assert EMOJI_FLUX.prompt_ids(EMOJI_HELD_OUT).max() <= len(EMOJI_FLUX.words)
+
+
+@torch.no_grad()
+def test_a_prompt_is_the_bag_of_its_words() -> None:
+    backbone = PixelBackbone(EMOJI_FLUX, EMOJI_FLUX.build().eval())
+    latents, sigma, rows = inputs(backbone.latent_shape, 1)
+
+    def velocity(prompt: str) -> Tensor:
+        return backbone.policy([prompt]).velocity(latents, sigma, rows)
+
+    torch.testing.assert_close(velocity("cat pouting face"), velocity("pouting cat face"), atol=1e-5, rtol=0)
+    difference = velocity("purple cat") - velocity("blue cat")
+    assert difference.norm() > 0.01 * velocity("blue cat").norm()
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        ("yellow submarine", r"prompts must be made of \['and', .*\] for emoji-flux, got \['submarine'\]"),
+        (" ", "prompts must have 1 to 7 words for emoji-flux, got ' '"),
+        ("red " * 8, "prompts must have 1 to 7 words for emoji-flux, got 'red red"),
+    ],
+)
+def test_prompts_of_unknown_or_too_many_words_are_refused(prompt: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        EMOJI_FLUX.prompt_ids(["cat", prompt])
+
+
+def test_prompts_to_sample_from_can_be_given(tmp_path: Path) -> None:
+    file = tmp_path / "prompts.txt"
+    file.write_text("3\n7\n")
+    assert load_backbone("digits-flux", prompts=str(file)).prompts == ("3", "7")
+    file.write_text("3\ncat\n")
+    with pytest.raises(ValueError, match=r"prompts must be of \['0', .*\] for digits-flux, got \['cat'\]"):
+        load_backbone("digits-flux", prompts=str(file))
 
 
 # The velocity

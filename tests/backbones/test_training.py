@@ -14,7 +14,17 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from jagg_core.backbones.pixel import FluxSpec, PixelFlux, PixelSpec, base, build_pixel_backbone
+from jagg_core.backbones import datasets, training
+from jagg_core.backbones.datasets import Crops
+from jagg_core.backbones.pixel import (
+    EMOJI_FLUX,
+    FluxSpec,
+    PixelFlux,
+    PixelSpec,
+    WordFluxSpec,
+    base,
+    build_pixel_backbone,
+)
 from jagg_core.backbones.registry import TRAINED
 from jagg_core.backbones.training import RECIPES, FlowTraining, train_pixel_backbone
 
@@ -50,6 +60,43 @@ def test_a_few_steps_write_a_loadable_file(spec: PixelSpec, tmp_path: Path, monk
     backbone = build_pixel_backbone(spec, "cpu", torch.float32)
     velocity = backbone.policy(["3"]).velocity(torch.zeros(1, 4, 16), torch.tensor([0.5]), torch.zeros(1).long())
     assert velocity.isfinite().all()
+
+
+def test_words_are_trained_and_dropped_together(
+    tiny_spec: PixelSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = {field.name: getattr(tiny_spec, field.name) for field in fields(tiny_spec)}
+    spec = WordFluxSpec(**{**settings, "prompts": ("red heart", "blue book"), "text_tokens": 3})
+    monkeypatch.setattr(training, "training_data", lambda _: Crops([torch.rand(1, 9, 9), torch.rand(1, 9, 9)], 8))
+    seen: list[list[int]] = []
+    build = WordFluxSpec.build
+
+    def watched(spec: WordFluxSpec) -> Any:
+        module = build(spec)
+        module.prompt_table.register_forward_pre_hook(lambda _, args: seen.extend(args[0].tolist()))
+        return module
+
+    monkeypatch.setattr(WordFluxSpec, "build", watched)
+    train_pixel_backbone(spec, replace(SETTINGS, batch=16, prompt_dropout=0.5), tmp_path / "w")
+    assert spec.words == ("blue", "book", "heart", "red")
+    assert {tuple(row) for row in seen} == {(3, 2, 4), (0, 1, 4), (4, 4, 4)}
+
+
+def test_a_missing_font_names_its_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(datasets, "EMOJI_FONT", tmp_path / "none.ttf")
+    with pytest.raises(FileNotFoundError, match=r"none.ttf is missing; .* package fonts-noto-color-emoji"):
+        train_pixel_backbone(EMOJI_FLUX, SETTINGS, tmp_path / "w")
+
+
+@pytest.mark.skipif(not datasets.EMOJI_FONT.exists(), reason=f"needs the Debian package {datasets.EMOJI_PACKAGE}")
+def test_emoji_are_drawn_in_their_colours() -> None:
+    images, labels = datasets.emoji(("large red square", "large blue circle")).sample(
+        16, torch.Generator().manual_seed(0)
+    )
+    assert images.shape == (16, 3, 32, 32)
+    for colour, image in zip(labels.tolist(), images, strict=True):
+        centre = image[:, 14:18, 14:18].mean((1, 2))
+        assert centre.argmax() == (0, 2)[colour]
 
 
 def test_a_seed_is_the_weights(spec: PixelSpec, tmp_path: Path) -> None:

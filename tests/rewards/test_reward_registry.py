@@ -32,10 +32,10 @@ def own_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def test_every_listed_name_loads_under_its_name() -> None:
-    shipped = ("classifier", "colourfulness", "sharpness", "redness", "ink", "random")
+    shipped = ("classifier", "smiling", "colourfulness", "sharpness", "redness", "ink", "random")
     assert tuple(list_rewards()) == (*shipped, "clipscore", "pickscore", "hpsv2.1")
     for name in shipped:
-        reward = load_reward(name, dataset="digits" if name == "ink" else "photos")
+        reward = load_reward(name, dataset={"ink": "digits", "smiling": "emoji"}.get(name, "photos"))
         assert isinstance(reward, Reward)
         assert reward.name == name
     assert isinstance(load_reward("ink"), Ink)
@@ -98,7 +98,7 @@ def test_unknown_names_get_the_nearest_match_and_what_is_allowed(name: str, near
 
 
 def test_a_name_like_no_other_gets_what_is_allowed() -> None:
-    with pytest.raises(ValueError, match="unknown reward 'qqq'; allowed: classifier, colourfulness"):
+    with pytest.raises(ValueError, match="unknown reward 'qqq'; allowed: classifier, smiling"):
         load_reward("qqq")
 
 
@@ -111,9 +111,13 @@ def test_sums_that_cannot_be_read_are_refused(text: str) -> None:
 def test_data_sets_are_checked_before_any_image_exists() -> None:
     with pytest.raises(ValueError, match="classifier needs dataset"):
         load_reward("classifier")
-    with pytest.raises(ValueError, match=r"one of \['digits', 'photos'\], got 'cifar'"):
+    with pytest.raises(ValueError, match=r"one of \['digits', 'emoji', 'photos'\], got 'cifar'"):
         load_reward("redness", dataset="cifar")
     with pytest.raises(ValueError, match=r"colourfulness cannot score the grey images of digits; allowed: .*'ink'"):
         load_reward("classifier+colourfulness", dataset="digits")
     with pytest.raises(ValueError, match="ink cannot score the RGB images of photos"):
         load_reward("ink", dataset="photos")
+    with pytest.raises(ValueError, match=r"smiling cannot score the RGB images of photos; allowed: .*'redness'"):
+        load_reward("smiling", dataset="photos")
+    with pytest.raises(ValueError, match=r"smiling needs dataset to be one of \['emoji'\], got None"):
+        load_reward("smiling")

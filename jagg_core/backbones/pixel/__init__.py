@@ -10,11 +10,13 @@ from jagg_core.backbones.pixel.base import (
     spec_json,
     weights_path,
 )
+from jagg_core.backbones.pixel.emoji import EMOJI_FLUX, WordFlux, WordFluxSpec
 from jagg_core.backbones.pixel.flux import DIGITS_FLUX, PHOTOS_FLUX, FluxSpec, PixelFlux
 from jagg_core.backbones.pixel.qwen_image import PHOTOS_QWEN, PixelQwenImage, QwenImageSpec
 
 __all__ = [
     "DIGITS_FLUX",
+    "EMOJI_FLUX",
     "PHOTOS_FLUX",
     "PHOTOS_QWEN",
     "FluxSpec",
@@ -25,6 +27,8 @@ __all__ = [
     "PixelQwenImage",
     "PixelSpec",
     "QwenImageSpec",
+    "WordFlux",
+    "WordFluxSpec",
     "build_pixel_backbone",
     "save_pixel_weights",
     "spec_json",

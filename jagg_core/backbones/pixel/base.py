@@ -22,6 +22,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from jagg_core.backbones.lora import add_lora, check_lora
+from jagg_core.backbones.pretrained.prompts import read_prompts
 from jagg_core.backbones.repairs import ExactTimestep
 from jagg_core.files import write_tensors
 from jagg_core.policy import guided
@@ -36,7 +37,7 @@ class PixelSpec(ABC):
     """
 
     name: str
-    dataset: Literal["digits", "photos"]
+    dataset: Literal["digits", "photos", "emoji"]
     prompts: tuple[str, ...]
     image_channels: int
     size: int
@@ -51,6 +52,22 @@ class PixelSpec(ABC):
     @abstractmethod
     def build(self) -> PixelModule:
         """Builds the module with random weights."""
+
+    @property
+    def words(self) -> tuple[str, ...]:
+        """Lists what has a row in the table of embeddings: here whole prompts."""
+        return self.prompts
+
+    def prompt_ids(self, prompts: Sequence[str]) -> Tensor:
+        """Looks up prompts in the table of embeddings: rows ``[N]``.
+
+        Raises:
+            ValueError: a prompt that the backbone was not trained on.
+        """
+        unknown = sorted({p for p in prompts if p not in self.prompts}, key=str)
+        if unknown:
+            raise ValueError(f"prompts must be of {list(self.prompts)} for {self.name}, got {unknown!r}")
+        return torch.tensor([self.prompts.index(p) for p in prompts])
 
     @property
     def side(self) -> int:
@@ -76,7 +93,7 @@ class PixelSpec(ABC):
 
 
 class PixelModule(nn.Module, ABC):
-    """A diffusers transformer with a table of class embeddings in the place of text encoders.
+    """A diffusers transformer with a table of embeddings, of prompts or words, in the place of text encoders.
 
     The last row of the table is the empty prompt, used for classifier-free guidance.
     """
@@ -87,17 +104,17 @@ class PixelModule(nn.Module, ABC):
     lora_targets: ClassVar[tuple[str, ...]]
     """Names of the linear layers that LoRA adapts, as peft matches them."""
 
-    def __init__(self, transformer: nn.Module, timestep_factor: float, prompts: int, width: int) -> None:
+    def __init__(self, transformer: nn.Module, timestep_factor: float, words: int, width: int) -> None:
         super().__init__()
         self.transformer = transformer
-        self.prompt_table = nn.Embedding(prompts + 1, width)
+        self.prompt_table = nn.Embedding(words + 1, width)
         self.timestep = ExactTimestep(self.transformer.time_text_embed, factor=timestep_factor)
 
-    def forward(self, latents: Tensor, sigma: Tensor, class_ids: Tensor) -> Tensor:
-        """Computes velocities ``[N, tokens, channels]`` at ``latents``, ``sigma`` [N] in [0, 1], classes [N]."""
+    def forward(self, latents: Tensor, sigma: Tensor, prompt_ids: Tensor) -> Tensor:
+        """Computes velocities ``[N, tokens, channels]`` at ``latents``, ``sigma`` [N] in [0, 1], rows of the table."""
         dtype = self.transformer.dtype
         with self.timestep.given(sigma):
-            return self.call(latents.to(dtype), sigma.to(dtype), self.prompt_table(class_ids).to(dtype))
+            return self.call(latents.to(dtype), sigma.to(dtype), self.prompt_table(prompt_ids).to(dtype))
 
     @abstractmethod
     def call(self, latents: Tensor, sigma: Tensor, prompts: Tensor) -> Tensor:
@@ -107,16 +124,16 @@ class PixelModule(nn.Module, ABC):
 class PixelPolicy:
     """A `VelocityPolicy` over a `PixelModule`: the prompts of a rollout, and optional classifier-free guidance."""
 
-    def __init__(self, module: PixelModule, class_ids: Tensor, empty: int, guidance: float, name: str) -> None:
+    def __init__(self, module: PixelModule, prompt_ids: Tensor, empty: int, guidance: float, name: str) -> None:
         self.module = module
-        self.class_ids = class_ids
+        self.prompt_ids = prompt_ids
         self.empty = empty
         self.guidance = guidance
         self.name = name
 
     def velocity(self, latents: Tensor, sigma: Tensor, rows: Tensor) -> Tensor:
         """Computes velocities ``[N, tokens, channels]``, guided if the policy is."""
-        ids = self.class_ids[rows]
+        ids = self.prompt_ids[rows]
         if self.guidance == 1.0:
             return self.module(latents, sigma, ids)
         both = self.module(
@@ -131,7 +148,7 @@ class PixelPolicy:
 
     def signature(self) -> dict[str, str]:
         """Returns the settings that a replay must share with the rollout."""
-        prompts = hashlib.blake2b(json.dumps(self.class_ids.tolist()).encode(), digest_size=8).hexdigest()
+        prompts = hashlib.blake2b(json.dumps(self.prompt_ids.tolist()).encode(), digest_size=8).hexdigest()
         dtype = str(self.parameters()[0].dtype).removeprefix("torch.")
         return {"backbone": self.name, "guidance": repr(self.guidance), "dtype": dtype, "prompts": prompts}
 
@@ -139,9 +156,11 @@ class PixelPolicy:
 class PixelBackbone:
     """A shipped backbone, loaded: the module, its prompts and its pixels."""
 
-    def __init__(self, spec: PixelSpec, module: PixelModule) -> None:
+    def __init__(self, spec: PixelSpec, module: PixelModule, prompts: tuple[str, ...] | None = None) -> None:
         self.spec = spec
         self.module = module
+        self.prompts = spec.prompts if prompts is None else prompts
+        """Prompts to sample from: those that the backbone was trained on, or others that it can read."""
 
     @property
     def name(self) -> str:
@@ -152,11 +171,6 @@ class PixelBackbone:
     def dataset(self) -> str | None:
         """Names the data set whose classifier can judge the samples; None without one."""
         return self.spec.dataset
-
-    @property
-    def prompts(self) -> tuple[str, ...]:
-        """Returns the prompts that the backbone was trained on."""
-        return self.spec.prompts
 
     @property
     def latent_shape(self) -> tuple[int, ...]:
@@ -183,19 +197,17 @@ class PixelBackbone:
         """Makes a policy for these prompts, one per sample. ``guidance`` None is 1: none.
 
         Raises:
-            ValueError: a prompt that the backbone was not trained on; no prompts; a guidance that is not finite.
+            ValueError: a prompt that `PixelSpec.prompt_ids` refuses; no prompts; a guidance that is not finite.
         """
         if len(prompts) == 0:
             raise ValueError("prompts must have at least one, got none")
-        unknown = sorted({p for p in prompts if p not in self.prompts}, key=str)
-        if isinstance(prompts, str) or unknown:
-            wrong = prompts if isinstance(prompts, str) else unknown
-            raise ValueError(f"prompts must be of {list(self.prompts)} for {self.name}, got {wrong!r}")
+        if isinstance(prompts, str):
+            raise ValueError(f"prompts must be a sequence of strings for {self.name}, got {prompts!r}")
         scale = 1.0 if guidance is None else float(guidance)
         if not math.isfinite(scale):
             raise ValueError(f"guidance must be finite, got {scale}")
-        ids = torch.tensor([self.prompts.index(p) for p in prompts], device=self.device)
-        return PixelPolicy(self.module, ids, len(self.prompts), scale, self.name)
+        ids = self.spec.prompt_ids(prompts).to(self.device)
+        return PixelPolicy(self.module, ids, len(self.spec.words), scale, self.name)
 
     def decode(self, latents: Tensor) -> Tensor:
         """Decodes latents ``[N, tokens, channels]`` to images ``[N, C, H, W]`` in [0, 1], fp32."""
@@ -218,6 +230,7 @@ def build_pixel_backbone(
     *,
     lora_rank: int = 0,
     lora_alpha: int | None = None,
+    prompts: str | None = None,
 ) -> PixelBackbone:
     """Loads a backbone with its shipped weights, in eval mode.
 
@@ -227,12 +240,16 @@ def build_pixel_backbone(
         dtype: dtype of the weights.
         lora_rank: above 0, train a LoRA of this rank instead of the weights. Needs peft.
         lora_alpha: its scale; default: twice the rank.
+        prompts: a text file with a prompt per line, to sample from; default: those that it was trained on.
 
     Raises:
         FileNotFoundError: the weights are missing; says how to rebuild them.
-        ValueError: rank or alpha out of range, or weights of another configuration.
+        ValueError: rank or alpha out of range, weights of another configuration, a file that cannot be read, or a
+            prompt that `PixelSpec.prompt_ids` refuses.
     """
     check_lora(lora_rank, lora_alpha)
+    given = None if prompts is None else read_prompts(prompts)
+    spec.prompt_ids(given or ())
     path = weights_path(spec.name)
     if not path.exists():
         raise FileNotFoundError(f"{path} is missing; rebuild it with: python -m jagg_core backbones train {spec.name}")
@@ -246,7 +263,7 @@ def build_pixel_backbone(
     module = module.to(device=device, dtype=dtype).eval()
     if lora_rank > 0:
         add_lora(module.transformer, module.lora_targets, lora_rank, lora_alpha)
-    return PixelBackbone(spec, module)
+    return PixelBackbone(spec, module, given)
 
 
 def spec_json(spec: PixelSpec) -> str:

@@ -43,7 +43,7 @@ class PixelFlux(PixelModule):
             pooled_projection_dim=spec.text_dim,
             axes_dims_rope=spec.rope_axes,
         )
-        super().__init__(transformer, 1000, len(spec.prompts), spec.text_dim)
+        super().__init__(transformer, 1000, len(spec.words), spec.text_dim)
         rows, columns = torch.meshgrid(torch.arange(spec.side), torch.arange(spec.side), indexing="ij")
         image_ids = torch.stack([torch.zeros(tokens), rows.flatten(), columns.flatten()], dim=-1)
         self.register_buffer("image_ids", image_ids, persistent=False)
@@ -51,10 +51,14 @@ class PixelFlux(PixelModule):
 
     def call(self, latents: Tensor, sigma: Tensor, prompts: Tensor) -> Tensor:
         """Computes velocities ``[N, tokens, channels]``."""
+        return self.predict(latents, sigma, prompts.unsqueeze(1), prompts)
+
+    def predict(self, latents: Tensor, sigma: Tensor, text: Tensor, pooled: Tensor) -> Tensor:
+        """Computes `call`'s velocities from text tokens ``[N, L, width]`` and pooled prompts ``[N, width]``."""
         velocity: Tensor = self.transformer(
             hidden_states=latents,
-            encoder_hidden_states=prompts.unsqueeze(1),
-            pooled_projections=prompts,
+            encoder_hidden_states=text,
+            pooled_projections=pooled,
             timestep=sigma,
             img_ids=self.image_ids,
             txt_ids=self.text_ids,

@@ -43,7 +43,7 @@ class PixelQwenImage(PixelModule):
             joint_attention_dim=spec.text_dim,
             axes_dims_rope=spec.rope_axes,
         )
-        super().__init__(transformer, 1, len(spec.prompts), spec.text_tokens * spec.text_dim)
+        super().__init__(transformer, 1, len(spec.words), spec.text_tokens * spec.text_dim)
         self.text_shape = (spec.text_tokens, spec.text_dim)
         self.image_shape = (1, spec.side, spec.side)
         for module in unread_text_stream(transformer):

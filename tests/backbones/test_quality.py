@@ -13,7 +13,7 @@ from jagg_core.rewards import read_as_prompted
 SIGMAS = dance_schedule(21)
 
 
-def share_read(backbone: Backbone, per_class: int, eta: float | None, asked: tuple[str, ...] | None = None) -> float:
+def share_read(backbone: Backbone, per_class: int, eta: float | None, asked: tuple[str, ...] = ()) -> float:
     prompts = [p for p in asked or backbone.prompts for _ in range(per_class)]
     policy = backbone.policy(prompts)
     latents = initial_latents(backbone.latent_shape, 0, range(len(prompts)))

@@ -183,12 +183,6 @@ def predict(work: PassWork, update: Update, machine: Machine, ranks: Sequence[in
     return predictions
 
 
-def reduction(predictions: Sequence[Prediction], arm: str, ranks: int, what: str) -> float:
-    """Computes the share of exact's time that an arm saves of ``what`` (group, update or step)."""
-    times: dict[str, float] = {p.arm.name: getattr(p, what) for p in predictions if p.ranks == ranks}
-    return 1 - times[arm] / times["exact"]
-
-
 def fit(record: Record) -> dict[str, Any]:
     """Holds the model against a measured group: seconds of one forward and one backward are taken from exact.
 

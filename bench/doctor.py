@@ -230,11 +230,10 @@ def _update(large: Large, way: str, left: float) -> dict[str, Any]:
 
 def calibration(settings: Doctor, out: Path, left: float) -> dict[str, Any]:
     """Runs a quick calibration by its command, whose folder stays."""
-    command = ["-m", "analysis", "calibrate", "--quick", "--backbone", "digits-flux", "--device", settings.device]
+    flags = f"--quick --backbone digits-flux --steps 9 --windows 4 --device {settings.device}"
+    command = [sys.executable, "-m", "analysis", "calibrate", *flags.split(), "--out", str(out)]
     start = time.monotonic()
-    run = subprocess.run(
-        [sys.executable, *command, "--out", str(out)], capture_output=True, text=True, timeout=left, check=False
-    )
+    run = subprocess.run(command, capture_output=True, text=True, timeout=left, check=False)
     if run.returncode:
         raise RuntimeError(f"calibrate: {run.stderr.strip().splitlines()[-1] if run.stderr.strip() else 'no word'}")
     return {"total_s": time.monotonic() - start}

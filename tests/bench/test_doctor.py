@@ -3,24 +3,28 @@
 from __future__ import annotations
 
 import subprocess
+from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from analysis.__main__ import parser
 from bench import doctor
 from bench.__main__ import main
 from bench.doctor import Large, advice, doctor_lines, planned, run_doctor
 from bench.settings import Doctor
+from jagg_core.choices import SHIPPED
 from jagg_core.records import Record
 
-SETTINGS = Doctor(model="tests.bench.wide:load")
+SETTINGS = Doctor(model="tests.device.work:load")
 
 
 def test_cells_are_in_order_of_value(tmp_path: Path) -> None:
     names = list(planned(SETTINGS, tmp_path))
     assert [name.split("/")[0] for name in names] == (
-        ["machine"] + ["engine"] * 6 + ["log ratios"] + ["update"] * 5 + ["calibration"]
+        ["machine"] + ["engine"] * 2 * len(SHIPPED) + ["log ratios"] + ["update"] * 5 + ["calibration"]
     )
 
 
@@ -47,7 +51,7 @@ def test_a_cell_is_stored_when_it_ends_and_what_breaks_is_advice(
     record = run_doctor(SETTINGS, tmp_path)
     assert stored == [[], ["first", "broken"]]
     assert [cell.status for cell in record.cells] == ["ok", "failed", "ok", "skipped"]
-    assert record == Record.read(tmp_path / "record.json")
+    assert record.cells == Record.read(tmp_path / "record.json").cells
     first, broken, _, late = doctor_lines(record)
     assert first == "ok       first: left_s 419"
     assert "give a smaller --batch" in broken and "2 GiB" in broken and "more" not in broken.split("2 GiB")[1]
@@ -78,11 +82,27 @@ def test_every_way_of_an_update_is_timed_and_predicted_from_exact() -> None:
 
 
 def test_a_wrong_gradient_fails_its_cell(monkeypatch: pytest.MonkeyPatch) -> None:
-    errors = doctor._engine(SETTINGS, "digits-flux", "float32", 60.0)
+    errors = doctor._engine(SETTINGS, SETTINGS.model, "float32", 60.0)
     assert max(errors[name] for name in ("to_plain_loop", "rollout_to_cpu", "gradient_to_cpu")) <= errors["limit"]
     monkeypatch.setattr(doctor, "relative_error", lambda one, other: 0.5)
     with pytest.raises(ArithmeticError, match=r"rollout_to_cpu differs by 0\.5"):
-        doctor._engine(SETTINGS, "digits-flux", "float32", 60.0)
+        doctor._engine(SETTINGS, SETTINGS.model, "float32", 60.0)
+
+
+@pytest.mark.parametrize("error", ["", "warning\nerror: no room"])
+def test_the_calibration_is_a_command_of_analysis(error: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    commands: list[list[str]] = []
+
+    def run(command: list[str], **options: Any) -> subprocess.CompletedProcess[str]:
+        assert options["timeout"] == 60.0
+        commands.append(command)
+        return subprocess.CompletedProcess(command, 1 if error else 0, "", error)
+
+    monkeypatch.setattr(doctor.subprocess, "run", run)
+    with pytest.raises(RuntimeError, match=r"^calibrate: error: no room$") if error else nullcontext():
+        assert doctor.calibration(SETTINGS, tmp_path, 60.0).keys() == {"total_s"}
+    arguments = parser().parse_args(commands[0][3:])
+    assert (arguments.command, arguments.backbone, arguments.out) == ("calibrate", "digits-flux", tmp_path)
 
 
 def test_a_device_that_is_not_there_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

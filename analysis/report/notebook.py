@@ -11,9 +11,8 @@ from typing import Any
 
 import pandas as pd
 from matplotlib.figure import Figure
-from PIL import Image
 
-from analysis.report.figures import style
+from analysis.report.figures import in_256_colours, style
 from analysis.report.manifest import digest
 from jagg_core.records import Record
 
@@ -80,8 +79,7 @@ class Picture:
 
 def show(figure: Figure, dpi: int = 100) -> Picture:
     """The figure in 256 colours, so that the notebook stays small."""
-    drawn, small = io.BytesIO(), io.BytesIO()
+    drawn = io.BytesIO()
     with style():
         figure.savefig(drawn, format="png", dpi=dpi)
-    Image.open(drawn).convert("RGB").quantize(256).save(small, format="png", optimize=True)
-    return Picture(small.getvalue())
+    return Picture(in_256_colours(drawn))

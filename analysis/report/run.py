@@ -10,6 +10,7 @@ from typing import Any
 import pandas as pd
 
 from analysis.report import run_tables
+from analysis.report.blocks import Block, written
 from analysis.report.page import data_uri, render, write_tables_and_figures
 from analysis.report.run_figures import RUNS_DRAWN, make_figures
 from analysis.report.run_tables import Run
@@ -156,27 +157,85 @@ def printable(runs: Sequence[Run], frames: dict[str, pd.DataFrame]) -> dict[str,
     return {"arms": pd.DataFrame(rows)}
 
 
+LINES = "Lines: means over seeds. Bands: 95 % t intervals over seeds; none for one seed."
+
+SHOWN = (
+    (
+        "reward",
+        "Reward",
+        "Training samples have SDE noise and new prompts at every update; held-out samples are drawn from the same "
+        "noise "
+        "and prompts at every evaluation, by the ODE sampler. " + LINES,
+    ),
+    (
+        "watched",
+        "Watched rewards",
+        "Nothing rewards these: one that falls is the price of the trained one. It is named on top where it fell by "
+        "more "
+        "than twice a usual change between evaluations. " + LINES,
+    ),
+    (
+        "policy",
+        "The update",
+        "The first optimizer step of a rollout is on policy: its ratio is 1 and nothing is clipped. A prompt whose "
+        "samples have equal rewards gives no signal. " + LINES,
+    ),
+    ("further", "Further figures of the log", LINES),
+    ("seconds", "Seconds", "Each stage includes its communication. Other: what the total has and no stage."),
+    (
+        "knots",
+        "Knots that were searched anew",
+        "Bars: steps at which the network is differentiated. Dotted lines: updates before which they were searched.",
+    ),
+    (
+        "recalibration",
+        "Cosine before and after each search",
+        "On the rollouts of the search itself, so that the cosine of the new knots is optimistic. " + LINES,
+    ),
+)
+"""Figures of the page in their order: name, title, and what it says about them."""
+
+COMPARED = Block(
+    "Runs compared",
+    "arms",
+    note=(
+        "Rewards: at the first and the last update that all runs share. Brackets: 95 % t intervals over seeds; none "
+        "for one seed. Differences are to the first row, by shared seeds. Seconds: medians over updates, without "
+        "evaluation and checkpoint; runs that were timed at different moments share no noise, so <code>python -m "
+        "bench update</code> gives the ratio to quote."
+    ),
+    opened=True,
+)
+
+
 def write_run_report(folders: Sequence[Path], out: Path) -> tuple[Path, dict[str, pd.DataFrame], list[str]]:
-    """Tables, figures and ``report.html`` of training runs. Returns page, short tables, three lines.
+    """Writes tables, figures and ``report.html`` of training runs. Returns page, short tables, three lines.
 
     Raises:
         ValueError: not the folder of a run, a log that cannot be read, or two runs with one seed and equal settings.
     """
     runs = run_tables.read_runs(folders)
     frames = run_tables.all_tables(runs)
-    further = run_tables.further(frames["log"])
-    figures = write_tables_and_figures(out, frames, make_figures(runs, frames, further))
+    made = make_figures(runs, frames, run_tables.further(frames["log"]))
+    drawn = [{name: made[name]} for name, _, _ in SHOWN if name in made]
+    blocks = [Block(title, note=note, opened=True) for name, title, note in SHOWN if name in made]
+    samples, prompts = pictures_of(runs), runs[0].folder / "samples" / "prompts.json"
+    texts = [Block("Samples", body="run_samples.html", opened=True)] if samples else []
+    texts.append(Block("Runs", body="run_list.html"))
+    pictures = write_tables_and_figures(out, frames, made)
     shown, lines = printable(runs, frames), sentences(runs, frames)
-    prompts = runs[0].folder / "samples" / "prompts.json"
     page = render(
-        "run.html",
+        title=f"{runs[0].config['model']['backbone']} trained on {runs[0].reward}"
+        + (f": {len(runs)} runs" if len(runs) > 1 else ""),
+        top=lines,
         shown=shown,
+        blocks=[COMPARED, *blocks, *texts],
+        drawn=[{}, *drawn, *[{} for _ in texts]],
+        pictures=pictures,
+        files=written(frames),
         runs=runs,
-        findings=lines,
-        pictures=figures,
-        samples=pictures_of(runs),
+        samples=samples,
         prompts=read_json(prompts) if prompts.exists() else [],
-        tables_written=sorted(frames),
     )
     write_atomically(out / "report.html", page.encode())
     return out / "report.html", shown, lines

@@ -7,12 +7,12 @@ from pathlib import Path
 import pandas as pd
 
 from analysis.report.bench.page import write_bench_report
-from analysis.report.blocks import draw_blocks
+from analysis.report.blocks import all_figures, draw_blocks, written
 from analysis.report.checked import read_record, told
 from analysis.report.cost import write_cost_report
 from analysis.report.curves import write_curve_report
 from analysis.report.fidelity import signal_tables, tables
-from analysis.report.fidelity.blocks import STUDY
+from analysis.report.fidelity.blocks import SAMPLES, STUDY
 from analysis.report.fidelity.conclusions import conclusions, headline
 from analysis.report.fidelity.direction import pathwise
 from analysis.report.fidelity.printable import printable
@@ -65,10 +65,12 @@ def _write(run: Path, record: Record) -> tuple[Path, dict[str, pd.DataFrame], li
         frames |= signal_tables.all_tables(record)
         if len(found := pathwise(record)):
             frames["pathwise"] = found
-    drawn = draw_blocks(STUDY, record, frames)
-    made = {name: figure for figures in drawn for name, figure in figures.items()}
-    pictures = write_tables_and_figures(run, frames, made)
-    shown, said = printable(frames), findings(record, frames)
+    frames["conclusions"] = conclusions(record, frames)
+    blocks = (*STUDY, SAMPLES) if (run / "samples.png").exists() else STUDY
+    drawn = draw_blocks(blocks, record, frames)
+    pictures = write_tables_and_figures(run, frames, all_figures(drawn))
+    shown = printable(frames) | {"conclusions": frames["conclusions"]}
+    said = findings(record, frames)
     said += [f"Speed, one group on {one.backbone}: {warning}." for one in speeds for warning in noise_findings(one)]
     folder = named_folder(record, run)
     lines: list[str] = []
@@ -82,16 +84,16 @@ def _write(run: Path, record: Record) -> tuple[Path, dict[str, pd.DataFrame], li
             on_page += lines_to_paste(record, eta, found["recommended"], folder / file.name)
     samples = run / "samples.png"
     page = render(
-        "report.html",
-        shown=shown | {"conclusions": conclusions(record, frames)},
-        record=record,
-        blocks=STUDY,
-        drawn=drawn,
+        title=f"Aggregated gradients against exact ones: {record.backbone}",
         top=headline(record, frames),
-        steps=len(record.schedule),
-        findings=said,
-        lines=on_page,
+        shown=shown,
+        record=record,
+        blocks=blocks,
+        drawn=drawn,
         pictures=pictures,
+        files=written(frames),
+        findings=said,
+        commands=list(zip(on_page[::3], on_page[1::3], on_page[2::3], strict=True)),
         samples=data_uri(samples.read_bytes()) if samples.exists() else None,
         sample_cell=next((c for c in record.cells if c.name == "samples" and c.status == "ok"), None),
     )

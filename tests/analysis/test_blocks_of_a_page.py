@@ -27,7 +27,7 @@ def test_a_figure_of_contributing_is_stored_and_shown(tmp_path: Path, monkeypatc
     page, _, _ = write.write_report(tmp_path)
     text = page.read_text()
     assert "<h2>Cosine by passes</h2>" in text
-    assert 'alt="Cosine by passes: mine"' in text
+    assert 'alt="Cosine by passes: mine."' in text
     assert "stub alone" in text
     assert (tmp_path / "figures" / "mine.png").exists()
     assert "of the update&#39;s passes" in text or "no claim" in text  # the page opens with its conclusions

@@ -76,7 +76,7 @@ def test_the_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     table = pd.read_csv(tmp_path / "tables" / "costs.csv")
     assert len(table) == 2 * (8 + 4)
     page = (tmp_path / "report.html").read_text()
-    assert "11.90 billion" in page and "400.0 TFLOP/s" in page and "Against measured groups" in page
+    assert "11.90 billion" in page and "400.0 TFLOP/s" in page and "Predicted and measured groups" in page
     assert "training step, DanceGRPO: 18.2% less time published" in capsys.readouterr().out
     errors = pd.read_csv(tmp_path / "tables" / "fits.csv")["error"]
     assert (errors.abs() < 1).all() and len(errors) == 7

@@ -121,7 +121,7 @@ def test_a_killed_worker_ends_the_run_with_a_message(tmp_path: Path) -> None:
 def test_its_page_can_be_made(made: tuple[Record, Path]) -> None:
     page, shown, said = write_report(made[1])
     assert "Does the cheaper gradient train as well?" in page.read_text()
-    assert list(shown["arms"]["passes"]) == [4, 2]
+    assert list(shown["times"]["passes"]) == [4, 2]
     assert any(sentence.startswith("JAGG (paper), W = 4, all groups: 2.00x in backward passes") for sentence in said)
 
 

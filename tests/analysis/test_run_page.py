@@ -51,7 +51,7 @@ def test_a_run_that_was_trained_has_a_page(tmp_path: Path) -> None:
     page, shown, lines = write_report(tmp_path)
     text = page.read_text()
     assert page == tmp_path / "report.html" and len(text) < 2e6
-    assert not re.search(r"""(?:src|href)=["'](?!data:|tables/)""", text)
+    assert not re.search(r"""(?:src|href)=["'](?!data:|tables/|figures/|#)""", text)
     names = {"reward", "policy", "watched", "seconds", "knots", "recalibration"}
     assert {path.stem for path in (tmp_path / "figures").glob("*.png")} == names
     assert text.count("<img") == len(names) + 3 and "after update 0" in text

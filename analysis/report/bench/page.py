@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pandas as pd
+from markupsafe import Markup, escape
 from matplotlib.figure import Figure
 
 from analysis.report.bench.figures import speed_up_intervals, step_bars
-from analysis.report.bench.paper import beside_the_paper
+from analysis.report.bench.paper import beside_the_paper, saved
 from analysis.report.bench.printable import printable, share_text
 from analysis.report.bench.run import BROKEN, Measured, read_run
+from analysis.report.blocks import Block, Frames, all_figures, answers_table, draw_blocks, written
 from analysis.report.cost import PUBLISHED
 from analysis.report.fidelity.printable import interval_text
 from analysis.report.page import render, write_tables_and_figures
@@ -125,26 +128,148 @@ def without_prediction(paper: pd.DataFrame) -> list[str]:
     return list(dict.fromkeys(paper.loc[paper["predicted"].isna(), "backbone"].dropna()))
 
 
-def write_bench_report(run: Path, record: Record) -> tuple[Path, dict[str, pd.DataFrame], list[str]]:
-    """Tables, figures and ``report.html`` of a run of ``python -m bench run``. Returns page, short tables, findings.
+METHOD = Block(
+    "How it was measured",
+    before=(
+        "Measured by <code>python -m bench run</code>, every cell in a process of its own; every gradient was checked "
+        "against a plain loop before it was timed. Times say nothing of how good a gradient is: <code>python -m "
+        "analysis reproduce</code> and <code>calibrate</code> do. Intervals are 95 % percentile bootstrap intervals "
+        "over interleaved rounds; speed-ups are ratios of medians to exact in the same rounds."
+    ),
+    opened=True,
+)
 
-    Cells that failed, were skipped, or whose file is missing or damaged are told, and leave the others alone.
+STATUS = Block(
+    "Status of every cell",
+    "cells",
+    body="broken_cells.html",
+    note=(
+        "Failed: it was tried, and its error is given; what other arms of it measured is shown all the same. Skipped: "
+        "it cannot be measured here, or the run ended before it. Missing, damaged: the record of the cell is."
+    ),
+)
+
+COMPARED = Block(
+    "Published, predicted and measured",
+    "beside_the_paper",
+    note=(
+        "Shares of time saved over exact. <b>The measured column is of another backbone and another machine than the "
+        "published one:</b> it is the paper's scheme with the settings of this run that are nearest to W = 4, "
+        "jagg_frac 0.6; for the backward of a group, the backward phase of its joint backward. {{ published.inferred "
+        "}} A training step of the paper has its rewards and its optimizer, and larger models spend other shares of a "
+        "step in them.{% if unpredicted %} No prediction for {{ unpredicted | join(', ') }} lies in this folder. {% "
+        "for backbone in unpredicted %}<code>python -m bench cost --backbone {{ backbone }} --backbone-options "
+        "height=720 width=720 --out FOLDER/cost-{{ backbone }}</code>{{ ', ' if not loop.last }}{% endfor %} makes "
+        "it, where FOLDER is this folder; then build this page again.{% endif %}"
+    ),
+    opened=True,
+)
+
+KINDS = {
+    "update": Block(
+        "Whole updates and training steps",
+        draw=lambda record, frames: {},
+        note="A step is the update with what its table lists around it; no way of making the update changes that.",
+    ),
+    "group": Block(
+        "Time of one group",
+        draw=lambda record, frames: {},
+        note=(
+            "Medians. Exact timed again is the noise floor: what lies inside its interval is no difference. Exact "
+            "over its bare model calls is what the engine adds. The model takes one forward and one backward from "
+            "exact, and its error says how far it is off for the others."
+        ),
+    ),
+    "memory": Block("Peak memory of one group", note="Beyond the loaded model, its rollout and its gradients."),
+    "collectives": Block(
+        "Collectives of one group",
+        note=(
+            "Counted per sharded unit: under FSDP2 a transformer block, or what is left of the transformer. Seconds "
+            "are of the slowest rank, those of each kind of collective from rounds of their own without overlap."
+        ),
+    ),
+}
+"""By kind of cell: what stands before its tables."""
+
+
+def blocks_of(cells: Sequence[Measured]) -> list[Block]:
+    """Lists the blocks of the page: for every kind its figure and remarks, then every cell with its table."""
+    blocks = [COMPARED]
+    for kind, head in KINDS.items():
+        of_kind = [one for one in cells if one.kind == kind]
+        if not of_kind:
+            continue
+
+        def draw(record: Record, frames: Frames, kind: str = kind) -> dict[str, Figure]:
+            return make_figures([one for one in cells if one.kind == kind])
+
+        blocks.append(replace(head, draw=draw if head.draw else None, opened=True))
+        for one in of_kind:
+            remarks = [*one.findings, *(f"{arm.name}: {arm.status}: {arm.reason}" for arm in one.not_ok)]
+            if not len(one.table):
+                why = ", without times of exact" if one.status == "ok" else ""
+                remarks.insert(0, f"No table: {one.status}{why}.")
+            text = Markup("<br>").join(map(escape, remarks)).replace("{", "&#123;")
+            table = one.name if len(one.table) else ""
+            blocks.append(Block(one.name, table, note=str(text), csv=FRAMES[kind], opened=bool(table)))
+    return [*blocks, STATUS, METHOD]
+
+
+EVIDENCE = ("Whole updates and training steps", "How it was measured", "Whole updates and training steps")
+
+
+def answers(cells: Sequence[Measured]) -> list[str]:
+    """Says which arm was the fastest in a whole update, that its gradient was checked, and what it saves."""
+    for one in _with_table(cells, "update"):
+        rows = one.table[~one.table["arm"].isin(["exact", "exact-again"])].dropna(subset="update_s")
+        if len(rows):
+            row = rows.loc[rows["update_s"].idxmin()]
+            saves = [
+                f"{share:.1%} of the {what}"
+                for what, column in (
+                    ("backward passes", "backward_speed_up"),
+                    ("update's time", "update_speed_up"),
+                    ("training step's", "step_speed_up"),
+                )
+                if (share := saved(row[column])) is not None
+            ]
+            return [
+                f"In {one.name} '{label_of(row['arm'], row['passes'])}' is the fastest of {len(rows) + 1} arms.",
+                "Its gradient was checked against a plain loop; whether it keeps exact's signal this run does not say.",
+                f"It saves {', '.join(saves)}." if saves else "",
+            ]
+    return ["No whole update was timed: this run names no plan.", "", ""]
+
+
+def write_bench_report(run: Path, record: Record) -> tuple[Path, dict[str, pd.DataFrame], list[str]]:
+    """Writes tables, figures and ``report.html`` of a run of ``python -m bench run``.
+
+    Cells that failed, were skipped, or whose file is missing or damaged are listed, and leave the others alone.
+
+    Returns:
+        Page, short tables, findings.
     """
     cells = read_run(run, record)
     paper = beside_the_paper(cells)
-    frames, said = all_tables(cells, paper), sentences(cells, paper)
-    pictures = write_tables_and_figures(run, frames, make_figures(cells))
-    shown = printable(cells, frames)
+    top = answers(cells)
+    frames = all_tables(cells, paper) | {"conclusions": answers_table(top, EVIDENCE)}
+    blocks, findings = blocks_of(cells), sentences(cells, paper)
+    drawn = draw_blocks(blocks, record, frames)
+    pictures = write_tables_and_figures(run, frames, all_figures(drawn))
+    shown = printable(cells, frames) | {"conclusions": frames["conclusions"]}
     page = render(
-        "bench.html",
+        title=f"What JAGG costs and gains on this machine: preset {record.backbone}",
+        top=[line for line in top if line],
         shown=shown,
-        record=record,
-        cells=cells,
-        broken=[one for one in cells if one.status in BROKEN],
-        findings=said,
+        blocks=blocks,
+        drawn=drawn,
         pictures=pictures,
+        files=written(frames),
+        record=record,
+        findings=findings,
+        broken=[one for one in cells if one.status in BROKEN],
         unpredicted=without_prediction(paper),
         published=read_json(PUBLISHED),
     )
     write_atomically(run / "report.html", page.encode())
-    return run / "report.html", shown, said
+    return run / "report.html", shown, findings

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pandas as pd
 
+from analysis.report.blocks import QUESTIONS
 from analysis.report.fidelity.direction import decisive
 from analysis.report.fidelity.printable import with_n
 from analysis.report.fidelity.recommendation import Frames, fewest_passes, recommend, recommend_signal
@@ -13,14 +14,22 @@ from analysis.statistics.intervals import mean_interval
 from analysis.statistics.names import recommended_families
 from jagg_core.records import Record
 
-QUESTIONS = ("Which plan?", "What does it keep?", "What does it save?", "Caution")
+EVIDENCE = {
+    "signal": ("Is one plan better than another?", "Learning signal", "Signal kept per cost", "How it was measured"),
+    "cosine": ("Whole update", "Whole update", "Time of one group", "How it was measured"),
+}
+"""Blocks of the page that answer the `QUESTIONS`, by what decides."""
 
 
 def conclusions(record: Record, frames: Frames) -> pd.DataFrame:
-    """Makes the table of conclusions: a row per question, a column per eta; empty without judged plans."""
+    """Makes the table of conclusions: a row per question, a column per eta, and the block with the evidence.
+
+    It is empty without judged plans.
+    """
     columns = {f"eta {eta:g}": answers(record, eta, frames) for eta in record.settings["etas"]}
     defined = {title: column for title, column in columns.items() if column}
-    return pd.DataFrame({"question": QUESTIONS} | defined) if defined else pd.DataFrame({"question": []})
+    evidence = EVIDENCE["signal" if len(frames.get("signal", ())) else "cosine"]
+    return pd.DataFrame({"question": QUESTIONS} | defined | {"evidence": evidence}) if defined else pd.DataFrame()
 
 
 def headline(record: Record, frames: Frames) -> list[str]:

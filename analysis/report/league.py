@@ -132,7 +132,10 @@ def conclusions(frame: pd.DataFrame) -> pd.DataFrame:
     if enough.empty:
         return answers_table((), ())
     row = enough.iloc[0]
-    keeps = f"It keeps the direction: cosine {row['cosine']:.3f} [{row['cosine_low']:.3f}, {row['cosine_high']:.3f}] to the reference."
+    keeps = (
+        f"It keeps the direction: cosine {row['cosine']:.3f} [{row['cosine_low']:.3f}, {row['cosine_high']:.3f}] to the "
+        "reference."
+    )
     saves = (
         f"It gives {row['per_work']:.1f} [{row['per_work_low']:.1f}, {row['per_work_high']:.1f}] times exact's "
         f"signal for the same network evaluations, n = {row['n']:.0f}."
@@ -197,8 +200,8 @@ BLOCKS = (
             "norm of a batch's gradient that is the expected gradient's. Signal per work: S / (1 - S) over the work, "
             "exact = 1. The CSV file has the update's part, and the work where the rollout's graphs serve the update. "
             "Cosine: of the expected gradient to that of all steps of the 20-step SDE sampler, by pathwise gradients; "
-            "empty where S cannot be told from 0. Leak: |mu|^2 / V with all advantages 1. Intervals: delete-one jackknife over "
-            "batches, Student's t, 95 %."
+            "empty where S cannot be told from 0. Leak: |mu|^2 / V with all advantages 1. Intervals: delete-one "
+            "jackknife over batches, Student's t, 95 %."
         ),
         opened=True,
     ),

@@ -133,8 +133,8 @@ def conclusions(frame: pd.DataFrame) -> pd.DataFrame:
         return answers_table((), ())
     row = enough.iloc[0]
     keeps = (
-        f"It keeps the direction: cosine {row['cosine']:.3f} [{row['cosine_low']:.3f}, {row['cosine_high']:.3f}] to the "
-        "reference."
+        f"It keeps the direction: cosine {row['cosine']:.3f} [{row['cosine_low']:.3f}, {row['cosine_high']:.3f}] to "
+        "the reference."
     )
     saves = (
         f"It gives {row['per_work']:.1f} [{row['per_work_low']:.1f}, {row['per_work_high']:.1f}] times exact's "

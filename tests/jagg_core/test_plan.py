@@ -364,7 +364,7 @@ def test_per_row_weights_are_each_rows_own(name: str) -> None:
     ("make", "message"),
     [
         (lambda: causal_plan(SIGMAS, []), "knots must not be empty, got none"),
-        (lambda: spline_plan(SIGMAS, []), "knots: at least one is needed"),
+        (lambda: spline_plan(SIGMAS, []), "knots must not be empty"),
         (lambda: causal_plan(SIGMAS, [0, 20]), r"knots must lie in 0..19, got \[0, 20\]"),
         (lambda: spline_plan(SIGMAS, [-1, 4]), r"knots must lie in 0..19, got \[-1, 4\]"),
         (lambda: causal_plan(SIGMAS, [0, 5, 5]), r"knots must increase strictly, got \[0, 5, 5\]"),
@@ -382,7 +382,7 @@ def test_per_row_weights_are_each_rows_own(name: str) -> None:
         (lambda: subsample_plan(SIGMAS, 21, seeded()), "count must be between 1 and the 20 trained steps, got 21"),
         (lambda: exact_plan(SIGMAS.flip(0)), "sigmas must decrease strictly"),
         (lambda: jagg_plan(torch.empty(0)), "sigmas must have shape"),
-        (lambda: Plan((), torch.zeros(0, 4)), "knots: at least one is needed"),
+        (lambda: Plan((), torch.zeros(0, 4)), "knots must not be empty"),
         (lambda: Plan((0, 1), torch.zeros(1, 4)), r"with K = 2 knots and T >= 1, got \[1, 4\]"),
         (lambda: Plan((0,), torch.zeros(4)), r"got \[4\]"),
         (lambda: Plan((0,), torch.zeros(1, 0)), r"got \[1, 0\]"),

@@ -274,7 +274,7 @@ def test_other_settings_of_the_policy_are_refused(measure: Measure, field: MlpFi
 @each_measure
 def test_a_policy_without_trained_parameters_is_refused(measure: Measure, field: MlpField) -> None:
     trajectory = make_rollout(field.requires_grad_(False), steps=4)
-    with pytest.raises(ValueError, match=r"policy: needs parameters\(\) with at least one that requires gradients"):
+    with pytest.raises(ValueError, match=r"policy must have parameters\(\) of which one requires gradients"):
         measure(field, trajectory)
 
 

@@ -59,7 +59,8 @@ def read_run(name: str) -> tuple[Record, dict[str, pd.DataFrame]]:
         RecordError: the record is damaged.
     """
     run = RESULTS / "reference" / name
-    paths = sorted((run / "tables").glob("*.csv"))
+    # conclusions are sentences made from the others
+    paths = sorted(path for path in (run / "tables").glob("*.csv") if path.stem != "conclusions")
     frames = {p.stem: pd.read_csv(p) if p.read_text().strip() else pd.DataFrame() for p in paths}
     return Record.read(run / "record.json"), frames
 

@@ -81,7 +81,9 @@ def _write(run: Path, record: Record) -> tuple[Path, dict[str, pd.DataFrame], li
             found = calibration(record, eta, frames)
             write_json(file, found)
             lines += lines_to_paste(record, eta, found["recommended"], file)
-            on_page += lines_to_paste(record, eta, found["recommended"], folder / file.name)
+            # the plan of the page's first line is the last target, by learning signal
+            first = dict(reversed(found["recommended"].items()))
+            on_page += lines_to_paste(record, eta, first, folder / file.name)
     samples = run / "samples.png"
     page = render(
         title=f"Aggregated gradients against exact ones: {record.backbone}",

@@ -82,6 +82,10 @@ def curves_figure(record: Record, frames: dict[str, pd.DataFrame]) -> Figure:
             _draw(axes, evaluated[evaluated["reward"] == name], one)
             axes.set(xlabel="updates", ylabel=f"held-out {name}", title=f"watched: {name}")
         legend_below(figure, COLUMNS)
+    figure.set_label(
+        "Held-out rewards by arm: lines are means over seeds, the band is the range of exact's seeds. Time is in "
+        "training steps of exact."
+    )
     return figure
 
 

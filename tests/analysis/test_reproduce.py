@@ -35,7 +35,7 @@ from tests.jagg_core.fields import MlpField
 
 ROOT = Path(__file__).resolve().parents[2]
 TABLES = {"whole_update", "per_group", "pareto", "routing", "blocks", "cross", "knots", "floor"}
-TABLES |= {"leak", "side_by_side", "speed", "failures"}
+TABLES |= {"leak", "side_by_side", "speed", "failures", "conclusions"}
 BLOCKS = {"modulation", "attention", "MLP", "embedders"}
 SMOKE = Reproduce(
     backbone="digits-flux",

@@ -16,7 +16,7 @@ from jagg_core.records import Record
 
 EVIDENCE = {
     "signal": ("Is one plan better than another?", "Learning signal", "Signal kept per cost", "How it was measured"),
-    "cosine": ("Whole update", "Whole update", "Time of one group", "How it was measured"),
+    "cosine": ("Whole update", "Whole update", "Whole update", "How it was measured"),
 }
 """Blocks of the page that answer the `QUESTIONS`, by what decides."""
 

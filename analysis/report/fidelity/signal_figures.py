@@ -48,6 +48,10 @@ def signal_per_cost(table: pd.DataFrame, samples: int) -> Figure:
             axes.set_xlabel(label)
         panels[0].set_ylabel(f"share of exact's signal in an update of {samples} samples")
         legend_below(figure, 2)
+    figure.set_label(
+        f"Share of exact's learning signal that an update of {samples} samples keeps, against its cost; bars are 95 % "
+        "intervals."
+    )
     return figure
 
 
@@ -85,4 +89,8 @@ def loss_by_batch(table: pd.DataFrame, target: float) -> Figure:
             axes.set_xlabel("samples per update")
         figure.axes[0].set_ylabel("share of exact's signal that is lost")
         legend_below(figure, len(panels))
+    figure.set_label(
+        "Share of exact's learning signal that a plan loses, against the samples of an update; the dashed line is the "
+        "loss that is allowed."
+    )
     return figure
